@@ -136,7 +136,7 @@ INTERFACES = {
     "torch.distributed.pipelining._backward.stage_backward_input": "backward in two parts",
     "torch.distributed.pipelining._backward.stage_backward_weight": "backward in two parts",
     "parameter._is_view": "outputs of a stage that cannot be detached in place",
-    # DistributedDataParallel (parallel/replicated, comm/tune/buckets.py, knobs)
+    # DistributedDataParallel (parallel/replicated, comm/tune/tuner.py, knobs)
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",
     "ddp._build_params_for_reducer": "other buckets, and buckets in a fixed order",
     "ddp._build_debug_param_to_name_mapping": "other buckets",

@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import SCRIPTS
 
 from paceline.deploy.build_flags import build_flags
-from paceline.deploy.compiled_model import compile_model, torch_library
 from paceline.deploy.export import BACKENDS, ExportError, ExportResult, export_model
-from paceline.deploy.onnx_model import onnxruntime_library
+from paceline.deploy.onnx_model import compile_model, onnxruntime_library, torch_library
 from paceline.deploy.specification import TensorSpec
 
 SOURCES = SCRIPTS / "deploy"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from crc32c import crc32c
 
-from paceline.checkpoint.storage import shard_file
-from paceline.checkpoint.storage.shard_file import BLOCK_BYTES, PENDING_BYTES, ShardFile
-from paceline.checkpoint.storage.staging import StagingMemory
+from paceline.checkpoint import checkpoint_folder
+from paceline.checkpoint.checkpoint_folder import BLOCK_BYTES, PENDING_BYTES, ShardFile
+from paceline.checkpoint.saver import StagingMemory
 
 SIZES = (
     [1, 2, 3],
@@ -51,17 +51,17 @@ def test_bytes_and_checksum_are_those_that_were_written(
     tmp_path, monkeypatch, sizes, offset, system
 ):
     if system == "buffered":
-        monkeypatch.setattr(shard_file, "file_system", lambda _: "nfs")
+        monkeypatch.setattr(checkpoint_folder, "file_system", lambda _: "nfs")
     if system == "refused":  # a file system that takes the flag and not the writes
-        monkeypatch.setattr(shard_file, "file_system", lambda _: "ext4")
-        write, flags = os.write, shard_file.fcntl.F_GETFL
+        monkeypatch.setattr(checkpoint_folder, "file_system", lambda _: "ext4")
+        write, flags = os.write, checkpoint_folder.fcntl.F_GETFL
 
         def refusing(fd, data):
-            if shard_file.fcntl.fcntl(fd, flags) & os.O_DIRECT:
+            if checkpoint_folder.fcntl.fcntl(fd, flags) & os.O_DIRECT:
                 raise OSError(errno.EINVAL, "Invalid argument")
             return write(fd, data)
 
-        monkeypatch.setattr(shard_file.os, "write", refusing)
+        monkeypatch.setattr(checkpoint_folder.os, "write", refusing)
     data = pieces(sizes, offset)
     file = write_all(tmp_path / "shard", data)
     expected = b"".join(data)
@@ -70,9 +70,11 @@ def test_bytes_and_checksum_are_those_that_were_written(
 
 
 def test_write_that_ends_within_a_block_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_file, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(checkpoint_folder, "file_system", lambda _: "ext4")
     write = os.write
-    monkeypatch.setattr(shard_file.os, "write", lambda fd, data: write(fd, data[:BLOCK_BYTES]))
+    monkeypatch.setattr(
+        checkpoint_folder.os, "write", lambda fd, data: write(fd, data[:BLOCK_BYTES])
+    )
     data = pieces([5 * BLOCK_BYTES + 100], 0)
     write_all(tmp_path / "shard", data)
     assert (tmp_path / "shard").read_bytes() == bytes(data[0])
@@ -84,7 +86,7 @@ def test_full_disk_is_an_error_of_the_file(tmp_path, monkeypatch):
 
     fd = os.open(tmp_path / "shard", os.O_WRONLY | os.O_CREAT)
     file = ShardFile(fd)
-    monkeypatch.setattr(shard_file.os, "write", full)
+    monkeypatch.setattr(checkpoint_folder.os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         file.write(pieces([PENDING_BYTES], 1)[0])
     assert file.error.errno == errno.ENOSPC

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from paceline.comm.pmi import Pmi, from_rank_0
+from paceline.comm.rendezvous import Pmi, from_rank_0
 
 
 class Server:

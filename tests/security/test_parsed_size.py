@@ -122,7 +122,7 @@ def test_ordinary_json_is_parsed():
 OF_ONE_JOB = {
     *("comm/", "world/", "study/", "knobs/", "launch/ranks/", "parallel/memory/measure.py"),
     *("record/training/", "record/experiments/", "checkpoint/saver.py"),
-    *("data/staging/peer_transfer.py", "cost/catalogue.py"),
+    *("data/staging/peer_transfer.py", "cost/catalogue.py", "security/overlay.py"),
 }
 
 

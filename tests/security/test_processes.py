@@ -31,7 +31,7 @@ NO_STARTS = {
     },
     "report/terminal/packed_environment.py": {"/bin/python -P -m paceline run ..."},  # is printed
     "launch/target.py": {"sys.executable"},  # in the output of --show
-    "launch/monitor/process_stack.py": {"os.path.dirname(sys.executable)"},
+    "launch/monitor/rank_stacks.py": {"os.path.dirname(sys.executable)"},
     "launch/remote/start_agents.py": {
         "template.replace('{python}', re.escape(sys.executable))",
         "shlex.quote(sys.executable)",
@@ -176,16 +176,15 @@ NAMED = ("program_command(", "python_command(")
 # Other first arguments of a start, by module.
 RIGHT_PROGRAMS = {
     "data/staging/staged_sets.py": {"words"},  # of python_command
-    "launch/monitor/process_stack.py": {
+    "launch/monitor/rank_stacks.py": {
         "shutil.which",  # in the environment's folder
         "[tool, 'dump', '--nonblocking', '--json', '--pid', str(pid)]",  # of find_program
     },
     "launch/requeue.py": {"words"},  # of program_command
     "study/bench_comm.py": {"command"},  # of find_program
-    "study/environment/pack_environment.py": {"words"},  # of program_command
-    "study/input_rate/run_loaders.py": {"feed.words()"},  # of python_command
+    "study/environment/check_packed.py": {"words"},  # of program_command
+    "study/input_rate/__init__.py": {"feed.words()"},  # of python_command
     "study/probe/measure/import_time.py": {"words"},  # of find_program and python_command
-    "study/script_runs/overlay.py": {"found.command(scratch, ())"},  # of python_command
     "study/script_runs/run_process.py": {"words"},  # of python_command
 }
 

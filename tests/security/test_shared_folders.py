@@ -39,7 +39,6 @@ HANDED = {
     "launch/monitor/progress.py",
     "launch/monitor/running_jobs.py",
     "launch/ranks/fork_server.py",
-    "launch/records/copy_records.py",
     "launch/records/job_folder.py",
     "record/ring/recorder.py",
     "record/ring/ring.py",
@@ -91,13 +90,13 @@ RIGHT = {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
     "record/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
-    "record/experiments/protect_files.py": {"folder.parent.rmdir()": "only an empty folder"},
+    "record/experiments/protected_run.py": {"folder.parent.rmdir()": "only an empty folder"},
     "record/ring/ring.py": {
         "path.unlink(missing_ok=True)": "in the job's folder",
         "self.path.unlink(missing_ok=True)": "its own",
     },
     "record/ring/stack_sampler.py": {"open(fd, 'a')": "a descriptor of security's"},
-    "study/environment/mount_packed.py": {
+    "study/environment/check_packed.py": {
         "os.open(device, os.O_RDWR)": "a device",
     },
 }
@@ -171,9 +170,9 @@ REMOVERS = {"rmtree", "unlink", "rmdir", "remove", "mkdtemp", "TemporaryDirector
 RIGHT_REMOVALS = {
     "checkpoint/unfinished_folder.py": {"os.unlink", "path.unlink", "path.rmdir"},  # after a proof
     "data/format/shard_format.py": {"path.unlink", "part.unlink"},  # a file that is replaced
-    "data/packing/background_file.py": {"self._path.unlink"},  # a file of the work folder
     "data/packing/export.py": {"one.unlink", "path.rmdir", "path.unlink"},  # --fresh
-    "data/packing/shard_writer.py": {
+    "data/packing/shard_writer.py": {  # files of the work folder
+        "self._path.unlink",
         "(self.work / f'shard-{self._completing_number:05}.part').unlink",
         "part.unlink",
     },
@@ -183,9 +182,9 @@ RIGHT_REMOVALS = {
     "launch/monitor/rank_stacks.py": {"path.unlink"},  # in the job's folder
     "record/attach.py": {"note.unlink"},  # in the job's folder
     "record/experiments/lines/worker_profile.py": {"path.unlink"},  # in the job's folder
-    "record/experiments/protect_files.py": {"folder.parent.rmdir"},  # removes an empty folder only
+    "record/experiments/protected_run.py": {"folder.parent.rmdir"},  # removes an empty folder only
     "record/ring/ring.py": {"path.unlink", "self.path.unlink"},  # in the job's folder
-    "study/environment/pack_environment.py": {"part.unlink"},  # a random name
+    "study/environment/check_packed.py": {"part.unlink"},  # a random name
     "study/probe/measure/storage.py": {"one.path.unlink"},  # in its temporary folder
     "study/tune/journal.py": {"os.unlink"},  # the link that is Optuna's lock
     "study/tune/trial_folder.py": {"self.end_file.unlink"},  # in the trial's folder

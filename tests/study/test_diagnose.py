@@ -8,10 +8,10 @@ import textwrap
 import pytest
 import ranks
 
+from paceline.security.overlay import Overlay
 from paceline.study.diagnose import ladder
 from paceline.study.diagnose.diagnose import run_diagnosis
 from paceline.study.diagnose.run_script import RunRequest
-from paceline.study.script_runs import overlay
 
 pytestmark = pytest.mark.alone
 TRAIN = """
@@ -108,13 +108,13 @@ def test_script_that_overwrites_its_files_changes_none(script, tmp_path):
 
 def test_script_that_cannot_be_protected_is_stopped(tmp_path, monkeypatch):
     """Without overlays, for example on several nodes."""
-    monkeypatch.setattr(overlay.Overlay, "prepare", lambda *_: None)
+    monkeypatch.setattr(Overlay, "prepare", lambda *_: None)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "data.txt").write_text("precious")
     script = ranks.write(tmp_path, f"import os, torch\nos.rename('{tmp_path}/old', 'new')")
     with pytest.raises(ValueError, match="stopped the script") as error:
         run_diagnosis(RunRequest(str(script), [], [], [], 1), lambda said: None)
-    assert f"{tmp_path}/old would have been moved. HINT: let" in str(error.value)
+    assert f"{tmp_path}/old would have been changed or removed. HINT: let" in str(error.value)
     assert sorted(os.listdir(tmp_path)) == ["old", "script.py"]
 
 

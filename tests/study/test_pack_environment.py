@@ -17,10 +17,9 @@ import ranks
 from needs import need
 
 import paceline
+from paceline.study.environment.check_packed import CannotMountError, choose_format, mount_file
+from paceline.study.environment.check_packed import pack as packed
 from paceline.study.environment.find_environment import Environment
-from paceline.study.environment.mount_packed import CannotMountError, mount_file
-from paceline.study.environment.pack_environment import choose_format
-from paceline.study.environment.pack_environment import pack as packed
 from paceline.study.probe.measure.import_time import import_torch, timed
 
 MODULES = 200

@@ -36,7 +36,7 @@ from paceline.study.probe.participants import (
     ProbeHost,
     group_ranks_by_host,
 )
-from paceline.study.probe.summary import Summary
+from paceline.study.probe.run_check import Summary
 
 
 def best(call, repetitions=7):

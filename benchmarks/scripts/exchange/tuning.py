@@ -67,9 +67,9 @@ for _ in range(args.steps):
 
 if args.sweep:
     from paceline.comm.tune import algorithms
-    from paceline.comm.tune.buckets import BucketRebuilder
     from paceline.comm.tune.choice import ExchangeSettings
     from paceline.comm.tune.successive_halving import WARM_UP_STEPS
+    from paceline.comm.tune.tuner import BucketRebuilder
 
     group, cpu = model.process_group, torch.device("cpu")
     over, buckets = algorithms.ExchangeMethods(group), BucketRebuilder(model)

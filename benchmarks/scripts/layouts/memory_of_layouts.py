@@ -26,7 +26,7 @@ from paceline.cost.layout_memory import (
 from paceline.parallel.memory.fake_model import trace_model
 from paceline.parallel.memory.measure import measure_growth
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
-from paceline.world.layouts.tensor_bytes import tensor_bytes
+from paceline.world.layouts.distribution import tensor_bytes
 
 BATCH = 8
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]

@@ -149,7 +149,7 @@ def diagnose(
     Ctrl-C or SIGTERM.
 
     The script and its files are not changed: what the script writes goes to a scratch folder. A
-    run that would change a file in a way that cannot be redirected is stopped with a message.
+    run that would change a file that no overlay can cover is stopped with a message.
     """
     from ..cost.machine.machine_file import load
     from ..study.diagnose.diagnose import LADDER_SHARE, run_diagnosis, total_deadline, try_all

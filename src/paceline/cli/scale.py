@@ -304,7 +304,8 @@ def scale(
 
     The study's folder contains all that was measured. After Ctrl-C or a failure of the machine,
     --continue runs what is missing. The script and its files are not changed: what the script
-    writes goes to a scratch folder.
+    writes goes to a scratch folder. A run that would change a file that no overlay can cover is
+    stopped with a message.
     """
     from ..analyze.scaling.study_folder import read_study
     from ..launch.job import Job

@@ -120,7 +120,8 @@ def verify(
     On several hosts, TMPDIR has to name a folder that all of them share. --make-reference compares
     nothing: it makes the reference that paceline run --reference holds a longer training against.
 
-    The script and its files are not changed: what the script writes goes to a scratch folder.
+    The script and its files are not changed: what the script writes goes to a scratch folder. A
+    run that would change a file that no overlay can cover is stopped with a message.
     """
     from ..study.trials import ScriptRequest
 

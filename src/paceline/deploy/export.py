@@ -19,11 +19,18 @@ from ..security.text import printable
 from ..version import __version__
 from .builtin.translate import translate
 from .builtin.values import UnsupportedError
-from .compiled_model import CompileError, compile_model, processor, torch_abi, torch_library
-from .in_place import without_changes
-from .model_file import write_model_file
+from .model_file import without_changes, write_model_file
 from .native_model import NativeModel, NativeModelError, library
-from .onnx_model import OnnxError, export_onnx, onnxruntime_library
+from .onnx_model import (
+    CompileError,
+    OnnxError,
+    compile_model,
+    export_onnx,
+    onnxruntime_library,
+    processor,
+    torch_abi,
+    torch_library,
+)
 from .specification import (
     DEFAULT_BOUNDS,
     MAX_RANK,

@@ -200,16 +200,6 @@ def channel_of_visitor(visitor: socket.socket, secret: str, nonces: bytes) -> Ch
     return _authenticated_channel(visitor, secret, nonces, b"host", b"visitor")
 
 
-def accept_channel(visitor: socket.socket, secret: str) -> Channel | None:
-    """Greet one visitor. Return a channel if it knows the secret, else close it and return None."""
-    try:
-        nonces = run_handshake(visitor, host_handshake(secret), HANDSHAKE_SECONDS)
-        return channel_of_visitor(visitor, secret, nonces)
-    except OSError:
-        visitor.close()
-        return None
-
-
 def connect_channel(address: str, port: int, secret: str, seconds: float) -> Channel:
     """Connect to a listener and return the channel.
 

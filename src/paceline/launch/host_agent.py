@@ -35,8 +35,12 @@ from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
-from .remote.agent_lock import HeldByOtherUserError, acquire
-from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
+from .remote.agent_lock import (
+    HeldByOtherUserError,
+    LauncherNotFoundError,
+    acquire,
+    connect_to_launcher,
+)
 from .remote.prepare_hosts import describe_host
 
 LAUNCHER_TIMEOUT_S = 900.0  # longer than a launcher is usually suspended (Ctrl-Z)

@@ -23,7 +23,7 @@ from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .records.summary import print_summary
 from .recovery.discovery import HostDiscovery
-from .recovery.joining_hosts import JoiningHosts
+from .recovery.rejoin import JoiningHosts
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
 from .remote.forwarded_env import forwarded_variables
 from .remote.prepare_hosts import (

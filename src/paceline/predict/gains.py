@@ -13,8 +13,9 @@ from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
-from . import pipeline, sharded, tensor
-from .edits import edit_line, edit_operators, edit_script
+from ..analyze.figures.pipeline import PipelineFigures
+from ..cost.pipeline import idle_share
+from . import sharded
 from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
 MAX_WORKERS = 16  # loader workers per rank
@@ -24,6 +25,154 @@ WORKER_TIME_SHARE = (
 PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
 HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
 MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
+
+
+# Predict the savings of remedies for the exchange of a tensor axis.
+
+
+def smaller_axis(e: Evidence, cause: Cause) -> Saving | None:
+    """Predict the saving with the next smaller number of ranks on the tensor axis.
+
+    The bytes that cross a link are those of an all-reduce: 2 (p - 1) / p of the tensor. An axis on
+    several nodes gets the ranks of one node.
+    """
+    extent, hosts = int(cause.evidence.get("extent", 2)), int(cause.evidence.get("hosts", 1))
+    if hosts > 1 and extent % hosts == 0:
+        fewer = extent // hosts
+    else:
+        fewer = max(n for n in range(1, extent) if extent % n == 0)
+    axis = f"tp{fewer}" if fewer > 1 else "without tp"
+    more = f"{extent // fewer} times as many data ranks"
+    edit = f"set a layout {axis} in place of tp{extent}, with {more}"
+    part = 1 - ((fewer - 1) / fewer) / ((extent - 1) / extent)
+    low, high = cause.interval
+    # low: the all-reduces of gradients, between more data ranks, take what this one saves
+    return Saving(edit, Interval(part * cause.share, min(0.0, part * low), part * high), FORMULA)
+
+
+def split_sequence(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose parts of the sequence where ranks exchange by all-reduces."""
+    if cause.evidence.get("collective") != "all-reduce":
+        return None
+    return Saving(True, None, TRIED)
+
+
+# Predict the savings of remedies for the bubble of a pipeline, by its formula.
+
+DATA = "data"  # axis of the mesh whose ranks train different samples
+TENSOR = "tensor"
+
+
+def _figures(cause: Cause) -> PipelineFigures | None:
+    """Return the figures of the pipeline, which are the evidence of its cause."""
+    return PipelineFigures(**cause.evidence) if "stage_s" in cause.evidence else None
+
+
+def _saving(cause: Cause, one: PipelineFigures, edit: str, part: float, source: str) -> Saving:
+    """Return a saving of a part of the bubble, which is at most all of it."""
+    low, high = cause.interval
+    part = min(max(part, 0.0), 1.0)
+    return Saving(edit, Interval(part * cause.share, part * low, part * high), source)
+
+
+def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose twice as many micro-batches, if a batch has as many samples."""
+    one = _figures(cause)
+    if one is None or not e.report.samples:
+        return None
+    count = 2 * one.micro_batches
+    data_ranks = {place.get(DATA, 0) for place in e.report.mesh.values()}
+    if e.report.samples / e.steps / max(len(data_ranks), 1) < count:
+        return None
+    less = one.formula - idle_share(one.schedule, one.stages, count)
+    edit = f"set micro-batches={count} in the layout, in place of {one.micro_batches}"
+    return _saving(cause, one, edit, less / one.bubble, FORMULA)
+
+
+def other_schedule(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose zero-bubble in place of schedules with a longer bubble; not with a tensor axis."""
+    if any(TENSOR in place for place in e.report.mesh.values()):
+        return None  # layouts with both are refused
+    one = _figures(cause)
+    edit = "set schedule=zero-bubble in the layout, or schedule=auto, which measures it"
+    if one is None:
+        return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), FORMULA)
+    if one.schedule == "zero-bubble":
+        return None
+    less = one.formula - idle_share("zero-bubble", one.stages, one.micro_batches)
+    return _saving(cause, one, edit, less / one.bubble, FORMULA) if less > 0 else None
+
+
+def other_balance(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose the division in which the longest stage is shorter, if the run has measured one."""
+    one = _figures(cause)
+    if one is None or not one.balance:
+        return None
+    longest, mean = max(one.stage_s), sum(one.stage_s) / len(one.stage_s)
+    wait = 1 - mean / longest  # of the stages' time, because of their differences
+    edit = f"set balance={one.balance!r} of world.distribute"
+    return _saving(cause, one, edit, min(wait / one.bubble, 1.0) / 2, RECORD)
+
+
+# Predict the saving of an edit of a line of the script, and describe the edit.
+
+
+def edit_line(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose an edit of the cause's line, and predict that between nothing and all of its share
+    is saved.
+    """
+    lines = cause.evidence.get("lines")
+    if cause.id == "slow-rank" and not lines:
+        return None
+    doing = ONE_RANK if cause.id == "slow-rank" else str(cause.evidence.get("doing"))
+    place = f" (in {str(lines[0]['file']).rpartition('/')[2]})" if lines else ""
+    edit = f"execute the line {LINE_EDITS.get(doing, LINE_EDITS['library'])}{place}"
+    if doing in REPLACED:
+        edit = f"use {LINE_EDITS[doing]}{place}"
+    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
+
+
+ONE_RANK = "one rank"
+# By what a line does: how to change it.
+LINE_EDITS = {
+    "python": "operators on whole tensors in place of a Python loop, or once before the training",
+    "short calls": "one operator on the whole batch in place of many small ones, or torch.compile",
+    "library": "in the loader's workers, once before the training, or every N steps",
+    "file": "once and keep what it reads in memory, in the loader's workers, or every N steps",
+    "wait": "every N steps, or in a thread whose result the next step uses",
+    "garbage collection": "fewer Python objects, or gc.freeze() after the first step",
+    ONE_RANK: "every N steps, or a part of it on each rank, or in a thread",
+}
+REPLACED = ("python", "short calls", "garbage collection")  # edits that replace the line
+
+
+# By what other work of a script does: where it can be done instead. Python code in a thread would
+# hold the GIL, and the training would wait for it.
+SCRIPT_EDITS = {
+    "python": "in another process (multiprocessing; a thread would hold the GIL)",
+    "short calls": "as one operator on the whole batch",
+    "library": "in another process, or in a thread if the library releases the GIL",
+    "torch": "in a thread (operators of torch release the GIL)",
+    "file": "in a thread (it releases the GIL while it reads or writes)",
+    "wait": "in a thread whose result a later step uses",
+    "garbage collection": "with fewer Python objects",
+}
+
+
+def edit_script(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose how the script does its other work, by what that work does."""
+    where = SCRIPT_EDITS.get(str(cause.evidence.get("doing")), "in another process")
+    edit = f"do this work less often, or {where}"
+    return Saving(edit, Interval(cause.share, *cause.interval), RECORD)
+
+
+def edit_operators(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose the edit of a finding inside the model, whose share is an upper bound."""
+    edit = cause.evidence.get("remedy")
+    if cause.id == "precision" and edit is None:  # parameters in float64 have other remedies
+        return None
+    edit = edit or "do not compute this, or compute it in fewer operators"
+    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
 
 
 def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
@@ -385,9 +534,9 @@ GAINS: dict[str, PredictSaving] = {
     "sharded-keep-gathered": sharded.keep_gathered,
     "sharded-blocks": sharded.other_blocks,
     "data-parallel": sharded.data_parallel,
-    "tensor-axis": tensor.smaller_axis,
-    "micro-batches": pipeline.more_micro_batches,
-    "pipeline-schedule": pipeline.other_schedule,
-    "pipeline-balance": pipeline.other_balance,
-    "sequence-split": tensor.split_sequence,
+    "tensor-axis": smaller_axis,
+    "micro-batches": more_micro_batches,
+    "pipeline-schedule": other_schedule,
+    "pipeline-balance": other_balance,
+    "sequence-split": split_sequence,
 }

@@ -74,6 +74,7 @@ def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
     fd = open_folder(path)
     try:
         check_mark(fd, path, kind, name)
+        _permit(".", fd)
         remove_content(fd, last=name)
     finally:
         os.close(fd)

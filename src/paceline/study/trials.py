@@ -1,7 +1,7 @@
 """Trials: runs of the user's script with different settings, for commands that compare them.
 
 A trial is a separate, usually recorded ``paceline run`` process. What the script writes goes to a
-scratch folder where the system allows it (script_runs/overlay.py). A trial ends with an exit code,
+scratch folder where the system allows it (security/overlay.py). A trial ends with an exit code,
 at its time limit, or with Ctrl-C; its processes have then ended.
 """
 
@@ -15,15 +15,17 @@ from typing import Any, Self, TypeVar
 
 from ..analyze.records.load_run import Run, load_run
 from ..knobs.settings import Setting, write_settings
+from ..record.experiments.protect_files import KEPT_FILES_HINT
 from ..record.ring.states import State
+from ..security.overlay import VARIABLE, Overlay
 from ..security.processes import python_command
 from ..security.removal import TemporaryFolder
 from .script_runs.deadline import MINUTE_S, Deadline
 from .script_runs.launcher_server import LauncherServer
-from .script_runs.overlay import Overlay
 from .script_runs.run_process import error_line, last_lines, launcher_line, run_processes
 
 K = TypeVar("K")
+NODE_LOCAL = Path("/tmp")  # for changes, if TMPDIR is on a file system that cannot keep them
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class TrialSpec:
         where: Hosts and how they are reached; None: those of the request.
         args: Arguments of the script; None: those of the request.
         settings: Knobs that are set.
-        changes: Folder for what the script writes to covered folders, which a later trial may
-            find there; None: the changes are removed after the trial.
+        changes: Name of the folder for what the script writes to covered folders, which a later
+            trial may find there; "": the changes are removed after the trial.
         limit_s: Maximum duration, if less than until the deadline is meant.
     """
 
@@ -71,7 +73,7 @@ class TrialSpec:
     where: list[str] | None = None
     args: list[str] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    changes: Path | None = None
+    changes: str = ""
     limit_s: float = math.inf
 
 
@@ -118,9 +120,11 @@ class Trial:
             return None
 
     def stopped(self, run: Run | None) -> str:
-        """Return why Paceline stopped the script to protect a file of the user, or ""."""
-        told = [record.meta.get("rung", {}) for record in run.records] if run else []
-        return next((one["stopped"] for one in told if one.get("stopped")), "")
+        """Return that Paceline stopped the script to protect a file of the user, and why; or ""."""
+        for record in run.records if run else []:
+            if why := record.meta.get("rung", {}).get("stopped"):
+                return f"Paceline stopped the script: {why}. HINT: {KEPT_FILES_HINT}"
+        return ""
 
     def failure(self, run: Run | None, who: str) -> TrialFailure | None:
         """Return how the trial failed, or None.
@@ -187,8 +191,15 @@ class Trials:
     def __enter__(self) -> Self:
         self._temporary = TemporaryFolder(self._prefix)
         self.folder = self._temporary.path
-        asked = self.asked
-        self.overlay = Overlay.prepare(asked.script, asked.args, self.folder, *self._kept)
+        for parent in dict.fromkeys((self.folder.parent, NODE_LOCAL)):
+            self._changes = TemporaryFolder(self._prefix, parent)
+            found = Overlay.prepare(
+                self.asked.script, self.asked.args, self._changes.path, self.folder, *self._kept
+            )
+            self.overlay = found
+            if found is not None:
+                break
+            self._changes.remove()
         return self
 
     def __exit__(
@@ -199,11 +210,17 @@ class Trials:
     ) -> None:
         if self.server is not None:
             self.server.close()
+        self._changes.remove()
         self._temporary.remove()
 
     def remove(self, path: Path) -> None:
-        """Remove a folder of the trials, which may contain overlays."""
+        """Remove a folder of the trials."""
         self._temporary.remove_inside(path)
+
+    def remove_changes(self, name: str) -> None:
+        """Remove what a script has written to covered folders. name: ``TrialSpec.changes``."""
+        if self.overlay is not None:
+            self._changes.remove_inside(self._changes.path / name)
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -223,7 +240,7 @@ class Trials:
         changes, commands = [], []
         for spec in specs:
             self._count += 1
-            changes.append(spec.changes or self.folder / f"overlay-{self._count}")
+            changes.append(spec.changes or f"{self._count}")
             commands.append((self._command(spec, changes[-1]), spec.log))
         limit_s = min(self.deadline.left_s, *(spec.limit_s for spec in specs))
         started, before = time.time(), time.monotonic()
@@ -233,29 +250,31 @@ class Trials:
             took_s = time.monotonic() - before
             raise InterruptedTrialError(Trial(specs[0], None, took_s, started)) from None
         finally:
-            for spec, folder in zip(specs, changes, strict=True):
-                if spec.changes is None:
-                    self.remove(folder)
+            for spec, name in zip(specs, changes, strict=True):
+                if not spec.changes:
+                    self.remove_changes(name)
         return [
             Trial(spec, code, took_s, started)
             for spec, (code, took_s) in zip(specs, codes, strict=True)
         ]
 
-    def _command(self, spec: TrialSpec, changes: Path) -> list[str]:
-        """Return the command of a trial. changes: Folder for what the script writes."""
+    def _command(self, spec: TrialSpec, changes: str) -> list[str]:
+        """Return the command of a trial. changes: Name of the folder for what it writes."""
         asked = self.asked
         where = asked.where if spec.where is None else spec.where
         ranks = spec.ranks or asked.ranks
         count = [] if ranks is None else ["-n", str(ranks)]
         words = python_command("-m", "paceline", "run", *where, *count, *asked.options)
         words += spec.options
+        if self.overlay is not None:
+            request = self.overlay.request(self._changes.path / changes)
+            words += ["--env", f"{VARIABLE}={request}"]
         if spec.settings:
             path = self.folder / f"settings-{self._count}.toml"
             write_settings(path, {name: Setting(one) for name, one in spec.settings.items()}, {})
             words += ["--settings", str(path)]
         words += [] if spec.record is None else ["--record", str(spec.record)]
-        words += ["--", asked.script, *(asked.args if spec.args is None else spec.args)]
-        return words if self.overlay is None else self.overlay.command(changes, words)
+        return [*words, "--", asked.script, *(asked.args if spec.args is None else spec.args)]
 
 
 def done_steps(run: Run | None) -> int:

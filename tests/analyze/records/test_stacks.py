@@ -15,7 +15,7 @@ from paceline.analyze.records.stacks import (
     innermost_user_frame,
     main_thread_frames,
 )
-from paceline.launch.monitor import process_stack
+from paceline.launch.monitor import rank_stacks
 from paceline.record.ring.tail import process_state
 from paceline.report.terminal.hang import hang_report as told
 
@@ -50,7 +50,7 @@ def test_stack_of_stopped_process_is_read_from_outside(tmp_path, forks):
         ranks.wait_until(lambda: number.exists() and number.read_text(), 10)
         pid = int(number.read_text())
         ranks.wait_until(lambda: process_state(pid) == "T", 10)
-        text = process_stack.read({3: pid, 4: 2**22 + 1})[3]
+        text = rank_stacks.read_memory({3: pid, 4: 2**22 + 1})[3]
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -74,11 +74,11 @@ def test_main_thread_is_identified_by_process_id():
         return {"thread_id": 9, "os_thread_id": number, "thread_name": name, "frames": frames}
 
     threads = [thread(7, None, 1), thread(8, "other", 2)]
-    assert innermost_user_frame(process_stack.as_faulthandler(threads, 7)).line == 1
-    assert innermost_user_frame(process_stack.as_faulthandler(threads, 8)).line == 2
+    assert innermost_user_frame(rank_stacks.as_faulthandler(threads, 7)).line == 1
+    assert innermost_user_frame(rank_stacks.as_faulthandler(threads, 8)).line == 2
     named = [thread(1, "MainThread", 3), thread(2, None, 4)]  # of another PID namespace
-    assert innermost_user_frame(process_stack.as_faulthandler(named, 70)).line == 3
-    assert innermost_user_frame(process_stack.as_faulthandler([], 70)) is None
+    assert innermost_user_frame(rank_stacks.as_faulthandler(named, 70)).line == 3
+    assert innermost_user_frame(rank_stacks.as_faulthandler([], 70)) is None
 
 
 def test_slow_stack_reader_times_out(tmp_path, monkeypatch):
@@ -86,12 +86,12 @@ def test_slow_stack_reader_times_out(tmp_path, monkeypatch):
     slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 100\n")
     slow.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda *_, **__: str(slow))
-    monkeypatch.setattr(process_stack, "SECONDS", 0.3)
+    monkeypatch.setattr(rank_stacks, "SECONDS", 0.3)
     open_before, began = os.listdir("/proc/self/fd"), time.monotonic()
-    assert process_stack.read(dict.fromkeys(range(12), os.getpid())) == {}
+    assert rank_stacks.read_memory(dict.fromkeys(range(12), os.getpid())) == {}
     assert time.monotonic() - began < 1.5
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert 1 <= len(started) <= process_stack.AT_ONCE
+    assert 1 <= len(started) <= rank_stacks.AT_ONCE
     assert [process_state(pid) for pid in started] == [""] * len(started)
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 
@@ -101,4 +101,4 @@ def test_missing_py_spy_and_missing_permission_are_reported(monkeypatch):
     assert lines[-2] == "    rank 0: no record; its stack could not be read: not permitted"
     assert lines[-1] == "    rank 1: no record"
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert process_stack.read({0: os.getpid()}) == {}
+    assert rank_stacks.read_memory({0: os.getpid()}) == {}

@@ -11,7 +11,7 @@ from paceline.analyze.reference.metric import Metric
 from paceline.analyze.reference.replicas import ReplicaWatch
 from paceline.analyze.reference.run_guard import Divergence
 from paceline.analyze.reference.series import Reference, Series
-from paceline.launch.guard.job_steps import JobStep
+from paceline.launch.guard.loss_guard import JobStep
 
 LEFT = Divergence("high", 100, 110, 2.0, 1.0)
 

@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 import paceline
-from paceline.checkpoint.path_json import path_from_json, path_to_json
+from paceline.world.checkpointing import path_from_json, path_to_json
 
 SCRIPT = """
     import dataclasses

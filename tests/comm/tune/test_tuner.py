@@ -12,20 +12,20 @@ import torch.distributed as dist
 
 from paceline.comm.tune import saved_settings
 from paceline.comm.tune.choice import GLOO, PACELINE, ExchangeSettings
-from paceline.comm.tune.costs import (
-    MIB,
-    AllReduceCost,
-    ReadyGradient,
-    buckets,
-    finish_time,
-    likely_settings,
-)
 from paceline.comm.tune.successive_halving import (
     MAX_CANDIDATES,
     WARM_UP_STEPS,
     TuningResult,
     halving,
     max_steps,
+)
+from paceline.comm.tune.tuner import (
+    MIB,
+    AllReduceCost,
+    ReadyGradient,
+    buckets,
+    finish_time,
+    likely_settings,
 )
 from paceline.knobs.settings import settings_for_script
 
@@ -155,7 +155,7 @@ SET = """
     import torch, torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
-    from paceline.comm.tune.buckets import BucketRebuilder
+    from paceline.comm.tune.tuner import BucketRebuilder
 
     class Net(torch.nn.Module):
         def __init__(self):

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from paceline.data import DataError, Loader, Shards, pack
-from paceline.data.loading import open_dataset, read_ahead
+from paceline.data.loading import loader as loader_module
+from paceline.data.loading import open_dataset
 from paceline.data.sampling.samplers import BlockShuffled, Weighted
 from paceline.data.sampling.shard_loader import shard
 
@@ -410,9 +411,9 @@ def test_invalid_arguments_are_reported(make, told):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_are_prefetched(arrays, monkeypatch, ranks):
-    for module in (read_ahead, open_dataset):
+    for module in (loader_module, open_dataset):
         monkeypatch.setattr(module, "BLOCK_BYTES", 96)  # two samples
-    monkeypatch.setattr(read_ahead, "WINDOW", 4)
+    monkeypatch.setattr(loader_module, "WINDOW", 4)
     said = []
     monkeypatch.setattr(
         Shards, "prefetch_block", lambda _, shard, block, size: said.append((shard, block))

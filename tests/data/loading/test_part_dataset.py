@@ -6,7 +6,7 @@ import pytest
 import zarr
 
 from paceline.data import Loader
-from paceline.data.loading.part_dataset import PartDataset
+from paceline.data.loading.open_dataset import PartDataset
 from paceline.data.sources.formats.hdf5 import HDF5Rows
 from paceline.data.sources.formats.zarrs import ZarrRows
 

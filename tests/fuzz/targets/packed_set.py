@@ -13,13 +13,13 @@ import numpy as np
 from crc32c import crc32c
 
 from fuzz.scratch import new_folder
-from paceline.data import pack
-from paceline.data.format import meta_schema, row_check
+from paceline.data import pack, shards
+from paceline.data.format import meta_schema
 from paceline.data.format.shard_format import INDEX_FILE, META_FILE, NAMES_FILE, ROW_STRUCT
 from paceline.data.shards import ScratchBuffer, Shards
 
 MAX_BYTES = 1 << 20
-meta_schema.MAX_SAMPLE_BYTES = row_check.MAX_SAMPLE_BYTES = MAX_BYTES
+meta_schema.MAX_SAMPLE_BYTES = shards.MAX_SAMPLE_BYTES = MAX_BYTES
 FOLDER = new_folder()
 
 

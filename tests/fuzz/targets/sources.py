@@ -15,7 +15,7 @@ from paceline.data.format import decode, meta_schema
 from paceline.data.format import npy as npy_files
 from paceline.data.packing.encode import EncodingOptions, encode_sample
 from paceline.data.sources.folder_source import FolderSource
-from paceline.data.sources.formats import classic, tfrecord, webdataset
+from paceline.data.sources.formats import netcdf, tfrecord, webdataset
 from paceline.data.sources.source import ArraySource
 
 decode.MAX_IMAGE_PIXELS = 1 << 16
@@ -52,7 +52,7 @@ def run(data: bytes) -> None:
     path = FOLDER / ("x.tfrecord", "x.tar", "x.npy", "x.nc", "x.csv")[kind]
     path.write_bytes(content)
     if kind == 3:
-        classic.length_note(path)
+        netcdf.length_note(path)
         return
     made = None
     try:

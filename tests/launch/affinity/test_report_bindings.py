@@ -13,9 +13,8 @@ import pytest
 import ranks
 
 from paceline.cluster.binding.binding_plan import RankBinding
-from paceline.cluster.binding.process_affinity import read_process
 from paceline.launch.affinity import report_bindings
-from paceline.launch.affinity.report_bindings import BindingsReport, report_host
+from paceline.launch.affinity.report_bindings import BindingsReport, read_process, report_host
 from paceline.launch.layout import Seat
 from paceline.launch.monitor.progress import ProgressReport
 from paceline.report.terminal.bindings import render
@@ -201,8 +200,8 @@ def test_ended_rank_is_reported_as_missing_from_binding_table():
 
 
 def test_prefer_sets_numa_memory_policy():
-    script = "from paceline.launch.affinity.memory_policy import prefer; "
-    script += "from paceline.cluster.binding.process_affinity import read_process"
+    script = "from paceline.launch.ranks.rank_process import prefer; "
+    script += "from paceline.launch.affinity.report_bindings import read_process"
     script += "; import os; print(prefer(0), read_process(os.getpid()).memory)"
     said = subprocess.run([ranks.BIN / "python", "-c", script], capture_output=True, text=True)
     why, _, policy = said.stdout.strip().rpartition(" ")

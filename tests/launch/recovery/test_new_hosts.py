@@ -8,9 +8,8 @@ import pytest
 import ranks
 
 from paceline.cluster.schedulers.hostfile import Host
-from paceline.launch.recovery import discovery
-from paceline.launch.recovery import joining_hosts as joining_hosts_module
-from paceline.launch.recovery.joining_hosts import JoiningHosts
+from paceline.launch.recovery import discovery, rejoin
+from paceline.launch.recovery.rejoin import JoiningHosts
 from paceline.launch.recovery.shrink import RemainingHosts
 from paceline.security.processes import python_command
 
@@ -231,7 +230,7 @@ def new_host(name, address):
 
 def test_hosts_that_join_at_the_same_time_get_their_own_addresses(monkeypatch):
     for name, found in (("version_mismatch", ""), ("check_hosts", {}), ("start_rank_servers", 0)):
-        monkeypatch.setattr(joining_hosts_module, name, lambda *args, found=found: found)
+        monkeypatch.setattr(rejoin, name, lambda *args, found=found: found)
     peer = AnsweringHost()
     joining = joining_hosts([peer])
     threads = []
@@ -249,7 +248,7 @@ def test_late_answer_to_another_request_is_not_used():
     peer = AnsweringHost()
     late = {"0": {"10.0.0.2": "refused"}, "6": {"10.0.0.2": "refused"}}
     peer.answers.append(late)
-    chosen = joining_hosts_module._choose_address(new_host("b", "10.0.0.2"), [peer], "7")
+    chosen = rejoin._choose_address(new_host("b", "10.0.0.2"), [peer], "7")
     assert chosen == ("eth0", "10.0.0.2")
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from channels import accept_channel
 
 from paceline.launch import channel
 from paceline.launch.channel import (
@@ -17,7 +18,6 @@ from paceline.launch.channel import (
     START_MARKER,
     Channel,
     InvalidMessageError,
-    accept_channel,
     connect_channel,
     new_secret,
 )

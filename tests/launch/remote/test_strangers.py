@@ -9,14 +9,14 @@ import time
 import flood
 import pytest
 import ranks
+from channels import accept_channel
 
 import bed
 from paceline.cluster.topology.network_interfaces import Link, network_links
-from paceline.launch.channel import accept_channel, connect_channel, new_secret
-from paceline.launch.remote import agent_listener, connect_back, start_agents
-from paceline.launch.remote.agent_listener import AgentListener, addresses_towards
-from paceline.launch.remote.connect_back import LauncherNotFoundError
-from paceline.launch.remote.start_agents import AgentConnections
+from paceline.launch.channel import connect_channel, new_secret
+from paceline.launch.remote import agent_lock, start_agents
+from paceline.launch.remote.agent_lock import LauncherNotFoundError
+from paceline.launch.remote.start_agents import AgentConnections, AgentListener, addresses_towards
 from paceline.launch.remote.start_commands import LaunchTool
 
 FLOOD = flood.__file__
@@ -74,7 +74,7 @@ def agents_of(number, secret, where):
     """
 
     def agent(place):
-        channel = connect_back.connect_to_launcher(where, secret)
+        channel = agent_lock.connect_to_launcher(where, secret)
         channel.send({"place": place})
         channel.send({"hello": {}})
         made.append(channel)
@@ -160,7 +160,7 @@ def test_dropped_agent_reconnects(closing):
     where = f"127.0.0.1,{door.getsockname()[1]}"
     result = []
     agent = threading.Thread(
-        target=lambda: result.append(connect_back.connect_to_launcher(where, SECRET))
+        target=lambda: result.append(agent_lock.connect_to_launcher(where, SECRET))
     )
     agent.start()
     for said in (b"", bytes(32), bytes(64)):
@@ -175,13 +175,13 @@ def test_dropped_agent_reconnects(closing):
 
 
 def test_agent_that_is_always_dropped_times_out(closing, monkeypatch):
-    monkeypatch.setattr(connect_back, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(agent_lock, "PATIENCE_SECONDS", 0.5)
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     agent = threading.Thread(target=drop_all, args=(door,), daemon=True)
     agent.start()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError) as raised:
-        connect_back.connect_to_launcher(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
+        agent_lock.connect_to_launcher(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
     assert 0.4 < time.monotonic() - begun < 3.0
     assert raised.value.dropped
 
@@ -198,7 +198,7 @@ def test_agent_fails_immediately_if_connection_is_refused():
     port = ranks.free_port()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError, match=r"127\.0\.0\.1: Connection refused") as raised:
-        connect_back.connect_to_launcher(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
+        agent_lock.connect_to_launcher(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
     assert time.monotonic() - begun < 3.0
     assert not raised.value.dropped
     assert set(raised.value.tried) == {"127.0.0.1", "127.0.0.2"}
@@ -220,7 +220,7 @@ def test_launcher_listens_only_on_addresses_towards_nodes(monkeypatch):
     if network_links():
         (address,) = addresses_towards(["far1", "own", "far2"])
         assert address in {link.address for link in network_links()}
-    monkeypatch.setattr(agent_listener, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(start_agents, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5))
     begun = time.monotonic()
     assert addresses_towards(["far1", "far2"]) == []
@@ -229,7 +229,7 @@ def test_launcher_listens_only_on_addresses_towards_nodes(monkeypatch):
 
 def test_launcher_listens_on_interfaces_set_by_user(monkeypatch):
     found = [Link("ib0", "127.0.0.2"), Link("ib1", "127.0.0.3"), Link("eth0", "127.0.0.4")]
-    monkeypatch.setattr(agent_listener, "network_links", lambda: found)
+    monkeypatch.setattr(start_agents, "network_links", lambda: found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib")
     assert addresses_towards(["no-such-host.invalid"]) == ["127.0.0.2", "127.0.0.3"]
     with AgentListener(["no-such-host.invalid"]) as listener:

@@ -10,7 +10,7 @@ from paceline.knobs.apply import KnobResult
 from paceline.knobs.layouts import requested as layout_knob
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.sharded.optimizer_check import NEEDS_WHOLE_PARAMETERS
-from paceline.world.layouts.arguments import LayoutArguments
+from paceline.world.layouts.distribution import LayoutArguments
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ RANKS = 2
 def observe(tmp_path, script, size=RANKS, **more):
     """Run a script on observed ranks; return their facts, and what they printed."""
     path = ranks.write(tmp_path, script)
-    settings = VerifySettings(str(tmp_path / "facts"), str(tmp_path / "scratch"), **more)
+    settings = VerifySettings(str(tmp_path / "facts"), **more)
     launcher = f"paceline --record {tmp_path / 'record'}"
     done = ranks.run(path, ranks=size, launcher=launcher, **{VARIABLE: settings.to_json()})
     return [read_facts(tmp_path / "facts", rank) for rank in range(size)], done.stdout
@@ -227,7 +227,7 @@ def test_replay_on_one_rank_has_the_same_gradients(tmp_path):
 def test_settings_survive_the_environment(monkeypatch):
     from paceline.record.training.settings import settings_of_process
 
-    settings = VerifySettings("/a", "/b", ("/c",), replays="/d", permutes=True)
+    settings = VerifySettings("/a", ("/c",), replays="/d", permutes=True)
     assert settings_of_process({VARIABLE: settings.to_json()}) == settings
     assert settings_of_process({}) is None
     assert json.loads(settings.to_json())["folder"] == "/a"

@@ -14,7 +14,7 @@ import pytest
 import zarr
 
 from paceline.data import Shards, pack
-from paceline.data.sources.formats import classic, open_source, zarrs
+from paceline.data.sources.formats import netcdf, open_source, zarrs
 from paceline.data.sources.formats.tfrecord import FOOTER, HEADER, _example, _masked_crc
 from paceline.security.files import InvalidFileError
 
@@ -186,9 +186,9 @@ def test_invalid_netcdf3_headers_are_rejected(tmp_path, data, said):
     (tmp_path / "x.nc").write_bytes(data)
     if said:
         with pytest.raises(ValueError, match=said):
-            classic.length_note(tmp_path / "x.nc")
+            netcdf.length_note(tmp_path / "x.nc")
     else:
-        assert classic.length_note(tmp_path / "x.nc") == ""
+        assert netcdf.length_note(tmp_path / "x.nc") == ""
 
 
 def test_invalid_parquet_metadata_is_ignored(tmp_path):

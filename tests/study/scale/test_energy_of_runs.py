@@ -7,7 +7,7 @@ import pytest
 from paceline.analyze.records.state_timeline import Window
 from paceline.analyze.scaling.study_model import HostPlacement, RunFigures, Spread, StateSeconds
 from paceline.cluster.energy.meter import EnergyUse
-from paceline.study.scale import energy
+from paceline.study.scale import run_setup
 
 
 class Meter:
@@ -30,7 +30,7 @@ def figures(monkeypatch):
         assert steps == (5, 9)
         return Window(int(20e9), int(30e9))
 
-    monkeypatch.setattr(energy, "find_window", find_window)
+    monkeypatch.setattr(run_setup, "find_window", find_window)
     placement = [HostPlacement("a", "0", "0-1"), HostPlacement("a", "1", "2-3")]
     seconds = StateSeconds(useful=0.1)
     return RunFigures(5, 4, True, [0.1] * 4, 8, 8, seconds, {}, Spread(), placement=placement)
@@ -38,7 +38,7 @@ def figures(monkeypatch):
 
 def test_only_the_measured_steps_and_the_cores_of_the_ranks_are_charged(figures):
     meter = Meter()
-    readings, notes = energy.measured_energy(meter, SimpleNamespace(records=[]), figures, 1)
+    readings, notes = run_setup.measured_energy(meter, SimpleNamespace(records=[]), figures, 1)
     assert meter.threads == [0, 1, 2, 3]
     (one,) = readings  # the processors are a part of the node
     assert (one.source, one.is_estimate) == ("node", True)
@@ -47,5 +47,5 @@ def test_only_the_measured_steps_and_the_cores_of_the_ranks_are_charged(figures)
 
 
 def test_the_energy_of_several_nodes_is_not_measured(figures):
-    found = energy.measured_energy(Meter(), SimpleNamespace(records=[]), figures, 2)
-    assert found == ([], [energy.SEVERAL_NODES])
+    found = run_setup.measured_energy(Meter(), SimpleNamespace(records=[]), figures, 2)
+    assert found == ([], [run_setup.SEVERAL_NODES])

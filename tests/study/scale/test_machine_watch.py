@@ -8,9 +8,9 @@ import threading
 import pytest
 import ranks
 
-from paceline.study.scale import machine_watch
+from paceline.study.scale import run_setup
 from paceline.study.scale.daemon_processes import DaemonProcesses, marked_processes
-from paceline.study.scale.machine_watch import MachineWatch
+from paceline.study.scale.run_setup import MachineWatch
 
 
 def write(folder, cores, mhz, busy):
@@ -23,8 +23,8 @@ def write(folder, cores, mhz, busy):
 
 
 def test_clock_and_load_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_watch, "INTERVAL_S", 0.001)
-    monkeypatch.setattr(machine_watch, "_children_s", lambda: 0.0)
+    monkeypatch.setattr(run_setup, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(run_setup, "_children_s", lambda: 0.0)
     cores = sorted(os.sched_getaffinity(0))
     write(tmp_path, cores, 2400, 0)
     watch = MachineWatch(cpus=tmp_path, stat=tmp_path / "stat")

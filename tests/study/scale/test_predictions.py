@@ -25,7 +25,7 @@ from paceline.analyze.scaling.study_model import (
     StudyRequest,
     StudyRun,
 )
-from paceline.study.scale.predictions import predict_larger, predict_setup
+from paceline.study.scale.run_study import predict_larger, predict_setup
 
 SIZES = (1, 2, 4, 8)
 

@@ -14,8 +14,7 @@ from paceline.analyze.reference.reference_file import RECORD_FILE, write_referen
 from paceline.analyze.reference.series import Reference, Series
 from paceline.analyze.scaling.study_model import STRONG, Setup, StudyRequest
 from paceline.study.scale.places import Place
-from paceline.study.scale.run_setup import RunPlan, SetupRunner
-from paceline.study.scale.target_runs import target_options, target_result
+from paceline.study.scale.run_setup import RunPlan, SetupRunner, target_options, target_result
 from paceline.study.script_runs.deadline import Deadline
 from paceline.study.trials import Trial
 

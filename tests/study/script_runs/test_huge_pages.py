@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from paceline.study.script_runs import huge_pages
+from paceline.study.tune import trial_server
 
 CODE = """
 import re
 from pathlib import Path
-from paceline.study.script_runs.huge_pages import use_huge_pages
+from paceline.study.tune.trial_server import use_huge_pages
 
 def huge_kib():
     return int(re.search(r"AnonHugePages: *(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
@@ -30,7 +30,7 @@ def test_memory_moves_to_huge_pages_unchanged():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    if release < (6, 1) or not huge_pages._SIZE_FILE.exists():
+    if release < (6, 1) or not trial_server._SIZE_FILE.exists():
         pytest.skip("the kernel has no MADV_COLLAPSE")
     assert after - before >= 8 << 10
 
@@ -39,6 +39,6 @@ def test_memory_moves_to_huge_pages_unchanged():
 def test_a_system_without_fitting_pages_is_left_as_it_is(tmp_path, monkeypatch, size):
     file = tmp_path / "size"
     file.write_text(size)
-    monkeypatch.setattr(huge_pages, "_SIZE_FILE", file)
-    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda *_: pytest.fail("madvise was called"))
-    huge_pages.use_huge_pages()
+    monkeypatch.setattr(trial_server, "_SIZE_FILE", file)
+    monkeypatch.setattr(trial_server.ctypes, "CDLL", lambda *_: pytest.fail("madvise was called"))
+    trial_server.use_huge_pages()

@@ -9,7 +9,6 @@ import pytest
 
 from paceline.security.processes import python_command
 from paceline.study.script_runs.launcher_server import LauncherServer
-from paceline.study.script_runs.overlay import Overlay
 from paceline.study.script_runs.run_process import run_processes
 
 
@@ -74,24 +73,6 @@ def test_run_that_cannot_be_started_is_one_line_in_its_log(server, tmp_path, cap
     said = capfd.readouterr().err  # of the run without a log
     assert said.startswith(start)
     assert said.count("\n") == 1
-
-
-def test_command_below_an_overlay_changes_nothing(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("visible", "covered"):
-        (tmp_path / name).mkdir()
-    overlay = Overlay.prepare("covered/x.py", [], tmp_path / "visible")
-    if overlay is None:
-        pytest.skip("overlays cannot be mounted here")
-    words = overlay.command(tmp_path / "visible" / "changes", python("open('new', 'w').close()"))
-    assert [code for code, _ in run_processes([(words, tmp_path / "visible/log")], 60, server)] == [
-        0
-    ]
-    assert not (tmp_path / "new").exists()
-    missing = Overlay((str(tmp_path / "missing"),), ())
-    words = missing.command(tmp_path / "visible" / "other", python("pass"))
-    assert [code for code, _ in run_processes([(words, tmp_path / "log")], 60, server)] == [125]
-    assert "cannot be covered" in (tmp_path / "log").read_text()
 
 
 def test_commands_end_by_a_signal_and_with_the_server(server, tmp_path):

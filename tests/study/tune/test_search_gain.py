@@ -5,21 +5,23 @@ import pytest
 from played_trials import PlayedServer, by_epochs, once, play, write_study
 
 from paceline.report.tuning.tuning_files import json_text
-from paceline.study.tune.searches import gain
+from paceline.study.tune import study_view
 from paceline.study.tune.study_view import read_view
 
 
 def test_the_expected_best_is_that_of_all_subsets():
     values = np.array([3.0, 1.0, 2.0, 7.0])
-    assert gain._best(values, 2) == pytest.approx((7 * 3 + 3 * 2 + 2) / 6)
-    assert gain._best(values, 4) == 7.0
+    assert study_view._best(values, 2) == pytest.approx((7 * 3 + 3 * 2 + 2) / 6)
+    assert study_view._best(values, 4) == 7.0
 
 
 def test_equal_groups_have_no_gain(monkeypatch):
-    monkeypatch.setattr(gain, "RESAMPLES", 300)
+    monkeypatch.setattr(study_view, "RESAMPLES", 300)
     draw = np.random.default_rng(1)
     decided = [
-        gain.compare(draw.standard_exponential(10), draw.standard_exponential(30), True).decided
+        study_view.compare(
+            draw.standard_exponential(10), draw.standard_exponential(30), True
+        ).decided
         for _ in range(200)
     ]
     assert sum(decided) <= 12  # 6 % of the cases, for a level of 5 %

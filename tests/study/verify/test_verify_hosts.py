@@ -12,6 +12,7 @@ SCRIPT = """
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
     dist.init_process_group("gloo")
+    open("log.txt", "a").write("more")
     torch.manual_seed(0)
     x = torch.randn(64, 4)
     data = TensorDataset(x, (x.sum(1) > 0).long())
@@ -49,6 +50,7 @@ def test_folder_that_nodes_do_not_share_is_refused_before_the_script_runs(hosts,
 @pytest.mark.long
 def test_ranks_of_two_nodes_are_compared_with_one(hosts, shared_folder):
     ranks.write(shared_folder, SCRIPT)
+    (shared_folder / "log.txt").write_text("precious")
     done = hosts.run(
         "host0",
         *(*VERIFY, "--json", "answer.json", "script.py"),
@@ -58,6 +60,8 @@ def test_ranks_of_two_nodes_are_compared_with_one(hosts, shared_folder):
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (shared_folder / "log.txt").read_text() == "precious"
+    assert not list(shared_folder.glob("paceline-*"))
     found = json.loads((shared_folder / "answer.json").read_text())
     assert (found["ranks"], found["differences"]) == (2, 0)
     assert found["compared"]["replayed"] == found["compared"]["steps"] > 0

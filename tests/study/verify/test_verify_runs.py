@@ -12,9 +12,9 @@ from paceline.analyze.verification.view import View
 from paceline.record.training.settings import VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify import replay, run_observed, verify
-from paceline.study.verify.resume import saves_every_some_steps
-from paceline.study.verify.verify import run_verification
+from paceline.study.verify import run_observed, verify
+from paceline.study.verify import verify as verify_module
+from paceline.study.verify.verify import run_verification, saves_every_some_steps
 from trainings import Training, shuffled, total, train, verified
 
 SCRIPT = """
@@ -229,7 +229,7 @@ def test_small_difference_is_none_if_last_bits_change_as_much(is_rounding):
             asked.append(settings)
             return [other.permuted]
 
-    rest = replay._round(Runs(), found, VerifySettings(""), one)
+    rest = verify_module._round(Runs(), found, VerifySettings(""), one)
     assert [(x.permutes, x.last_bits > 2) for x in asked] == [(True, True)]
     assert (rest is None) == is_rounding
     assert (found.permuted is before) != is_rounding

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.strategy.distributed_model import DistributedModel
-from paceline.world.layouts.tensor_bytes import tensor_bytes
+from paceline.world.layouts.distribution import tensor_bytes
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")
 

@@ -1,17 +1,304 @@
 """Measure the energy of a run on this node."""
 
+import importlib
+import os
+import re
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from .counters import Counter, charged_counters, sysfs_counters
-from .nvml import gpu_counters
+from ..topology.local_resources import allowed_threads, memory_limits, parse_ranges
+from ..topology.topology import read_sysfs_int
+from ..topology.visible_gpus import UNKNOWN, visible_devices
 
 INTERVAL_S = 1.0  # between two readings; RAPL starts again after some minutes at the earliest
+
+
+# Energy counters in sysfs: RAPL of Intel and AMD processors, and those of HPE Cray nodes.
+#
+# RAPL (``/sys/class/powercap``, documented in the kernel's ``power/powercap``) counts the energy
+# of each processor package and of its memory, in microjoules, and starts again at 0 after
+# ``max_energy_range_uj``. ``/sys/cray/pm_counters`` counts joules of the whole node, its
+# processors, its memory and its accelerators.
+#
+# A package or a node is charged by the share of its hardware threads that the job holds, memory
+# by the share of the node's memory. Such a figure is an estimate, because nobody measures which
+# core used how much; the energy of idle cores is not charged to the job.
+
+POWERCAP = "sys/class/powercap"
+CRAY = "sys/cray/pm_counters"
+_ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")  # intel-rapl-mmio counts the same packages again
+_CRAY_VALUE = re.compile(r"(\d{1,18}) J\b")
+_ACCELERATOR = re.compile(r"accel\d+_energy")
+MAX_TEXT = 4096
+CORES, MEMORY, ALL = "cores", "memory", "device"  # what the charged share is a share of
+HINT_UNREADABLE = (
+    "HINT: only root reads it by default; ask the administrators to let users read it (chmod 444)"
+)
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A counter of consumed energy.
+
+    Attributes:
+        source: "package 0", "memory 0", "node", "processors", "memory", "accelerator 0", "GPU 0".
+        read_j: Return the counter's value in J. Raises OSError or ValueError.
+        wrap_j: Value after which it starts again at 0; None if it does not.
+        name: Where it is read.
+        package: Package whose cores or memory it counts; None: the node.
+        by: Share by which it is charged: CORES, MEMORY or ALL.
+        within: Source of a counter that contains this one; "" if there is none.
+        share: Part of it that is charged to the job.
+    """
+
+    source: str
+    read_j: Callable[[], float]
+    wrap_j: float | None
+    name: str
+    by: str
+    package: int | None = None
+    within: str = ""
+    share: float = 1.0
+
+    @property
+    def how(self) -> str:
+        """How it is read and charged, in words."""
+        if self.share >= 1:
+            return f"{self.name}, all of it is charged"
+        part = f"{100 * self.share:.3g} % of it are charged"
+        return f"{self.name}, {part}, the job's share of the {self.by}"
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether only a part of the counter is charged."""
+        return self.share < 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the job holds of a node.
+
+    Attributes:
+        threads: Numbers of its hardware threads.
+        packages: For each package, its hardware threads.
+        memory_share: Of the node's memory; None if the job has no limit of its own.
+    """
+
+    threads: frozenset[int]
+    packages: dict[int, frozenset[int]]
+    memory_share: float | None
+
+    def share_of(self, package: int | None = None) -> float:
+        """Return the held share of a package's hardware threads, or of the node's."""
+        every = frozenset[int]().union(*self.packages.values())
+        whole = every if package is None else self.packages.get(package, frozenset())
+        return len(self.threads & whole) / len(whole) if whole else 1.0
+
+
+def find_held(threads: Collection[int] | None = None, root: Path = Path("/")) -> Held:
+    """Return what the job holds.
+
+    threads: Its hardware threads; None: those that this process may use.
+    """
+    cpus = root / "sys/devices/system/cpu"
+    packages: dict[int, set[int]] = {}
+    for cpu in _online(cpus):
+        package = read_sysfs_int(cpus / f"cpu{cpu}/topology/physical_package_id")
+        packages.setdefault(package if package is not None and package >= 0 else 0, set()).add(cpu)
+    held = frozenset(allowed_threads() if threads is None else threads)
+    return Held(held, {at: frozenset(one) for at, one in packages.items()}, _memory_share(root))
+
+
+def _online(cpus: Path) -> list[int]:
+    try:
+        return parse_ranges((cpus / "online").read_text()[:MAX_TEXT].strip())
+    except (OSError, ValueError):
+        return []
+
+
+def _memory_share(root: Path) -> float | None:
+    """Return the share of the node's memory that the job's control groups allow."""
+    allowed = min((allowed for allowed, _ in memory_limits()), default=None)
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        whole = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    return None if allowed is None else min(allowed / whole, 1.0)
+
+
+def charged_counters(
+    counters: Collection[Counter], threads: Collection[int] | None = None, root: Path = Path("/")
+) -> list[Counter]:
+    """Return the counters with the shares of a job; those that count nothing of it are left out.
+
+    threads: Its hardware threads; None: those that this process may use.
+    """
+    held = find_held(threads, root)
+    each = [replace(one, share=_share(one, held)) for one in counters]
+    return [one for one in each if one.share > 0]
+
+
+def _share(counter: Counter, held: Held) -> float:
+    if counter.by == ALL:
+        return 1.0
+    cores = held.share_of(counter.package)
+    if counter.by == CORES or held.memory_share is None or not cores:
+        return cores
+    return held.memory_share
+
+
+def sysfs_counters(root: Path = Path("/")) -> tuple[list[Counter], list[str]]:
+    """Return the counters of this node that can be read, and what cannot be read, with the reason.
+
+    RAPL is not used where the node has Cray's counters, which contain the same energy.
+    """
+    found, notes = _cray(root)
+    if found:
+        return found, notes
+    rapl, missing = _rapl(root)
+    if not rapl and not missing and not notes:
+        missing = [f"there are no energy counters of the processors (/{POWERCAP}, /{CRAY})"]
+    return rapl, notes + missing
+
+
+def _cray(root: Path) -> tuple[list[Counter], list[str]]:
+    folder = root / CRAY
+    found, notes = list[Counter](), list[str]()
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return [], []
+    for name in names:
+        if name == "energy":
+            source, by, within = "node", CORES, ""
+        elif name == "cpu_energy":
+            source, by, within = "processors", CORES, "node"
+        elif name == "memory_energy":
+            source, by, within = "memory", MEMORY, "node"
+        elif _ACCELERATOR.fullmatch(name):
+            number = name.removeprefix("accel").removesuffix("_energy")
+            source, by, within = f"accelerator {number}", ALL, "node"
+        else:
+            continue
+        read = _counter_reader(folder / name, _parse_cray)
+        counter = Counter(source, read, None, f"/{CRAY}/{name}", by, within=within)
+        _add_readable(counter, f"/{CRAY}/{name}", found, notes)
+    if not any(one.source == "node" for one in found):
+        found = [replace(one, within="") for one in found]
+    return found, notes
+
+
+def _rapl(root: Path) -> tuple[list[Counter], list[str]]:
+    """Return packages and their memory; cores and graphics are parts of their package."""
+    found, notes = list[Counter](), list[str]()
+    try:
+        zones = sorted(one for one in (root / POWERCAP).iterdir() if _ZONE.fullmatch(one.name))
+    except OSError:
+        return [], []
+    packages: dict[str, int] = {}
+    for zone in zones:
+        if (match := re.match(r"package-(\d{1,4})", _text(zone / "name"))) is not None:
+            packages[zone.name] = int(match[1])
+    for zone in zones:
+        name = _text(zone / "name")
+        is_memory = name == "dram"
+        number = packages.get(zone.name.rpartition(":")[0] if is_memory else zone.name)
+        if number is None:
+            continue
+        wrap = read_sysfs_int(zone / "max_energy_range_uj")
+        counter = Counter(
+            f"{'memory' if is_memory else 'package'} {number}",
+            _counter_reader(zone / "energy_uj", lambda text: int(text) / 1e6),
+            wrap / 1e6 if wrap else None,
+            f"/{POWERCAP}/{zone.name} ({name})",
+            MEMORY if is_memory else CORES,
+            number,
+        )
+        _add_readable(counter, f"/{POWERCAP}/{zone.name}/energy_uj", found, notes)
+    return found, notes
+
+
+def _add_readable(counter: Counter, name: str, found: list[Counter], notes: list[str]) -> None:
+    try:
+        counter.read_j()
+    except PermissionError:
+        notes.append(f"{name} is not readable. {HINT_UNREADABLE}")
+    except (OSError, ValueError):
+        notes.append(f"{name} has no value that can be read")
+    else:
+        found.append(counter)
+
+
+def _counter_reader(path: Path, parse: Callable[[str], float]) -> Callable[[], float]:
+    def read() -> float:
+        with path.open() as file:
+            return parse(file.read(MAX_TEXT).strip())
+
+    return read
+
+
+def _parse_cray(text: str) -> float:
+    match = _CRAY_VALUE.match(text)
+    if match is None:
+        raise ValueError("not a number of joules")
+    return float(match[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()[:MAX_TEXT].strip()
+    except (OSError, ValueError):
+        return ""
+
+
+# Energy counters of NVIDIA GPUs, by the package nvidia-ml-py.
+
+HINT = "HINT: pip install nvidia-ml-py"
+
+
+def gpu_counters(root: Path = Path("/"), nvml: Any = None) -> tuple[list[Counter], list[str]]:
+    """Return a counter for each visible GPU, and why there is none.
+
+    nvml: The module pynvml; None imports it.
+    """
+    visible = visible_devices(os.environ, root)
+    if not visible:
+        return [], []
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return [], [f"the energy of GPUs is unknown without NVML. {HINT}"]
+    found, notes = [], list[str]()
+    try:
+        nvml.nvmlInit()
+        for index in visible:
+            if index == UNKNOWN:
+                notes.append("the energy of a GPU is unknown: its index is not known")
+                continue
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            counter = Counter(f"GPU {index}", _reader(nvml, handle), None, "NVML", ALL)
+            counter.read_j()
+            found.append(counter)
+    except nvml.NVMLError as error:  # GPUs before Volta have no counter
+        notes.append(f"the energy of GPUs cannot be read: {error}")
+    return found, notes
+
+
+def _reader(nvml: Any, handle: Any) -> Callable[[], float]:
+    def read() -> float:
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except nvml.NVMLError as error:
+            raise OSError(str(error)) from error
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -49,11 +336,6 @@ class EnergyUse:
         begin, end = self.times[i - 1], self.times[i]
         part = (at - begin) / (end - begin)
         return self.charged[i - 1] + part * (self.charged[i] - self.charged[i - 1])
-
-
-def total_joules(used: Collection[EnergyUse]) -> float:
-    """Return the sum of all counters that no other one contains."""
-    return sum(one.joules for one in used if not one.within)
 
 
 class EnergyMeter:

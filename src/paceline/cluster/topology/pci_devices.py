@@ -56,11 +56,6 @@ def pci_cards(root: Path = Path("/")) -> list[Card]:
     return found
 
 
-def card_distance(a: Card, b: Card) -> int:
-    """Return the number of PCI path components that two cards do not share."""
-    return len(a.path) + len(b.path) - 2 * _shared(a, b)
-
-
 def nearest_cards(gpu: Card, nics: Sequence[Card], topology: Topology | None = None) -> list[Card]:
     """Return the network cards that are nearest to a GPU.
 

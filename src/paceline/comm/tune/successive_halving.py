@@ -2,7 +2,7 @@
 comparison with the job's default.
 
 Bayesian optimization is not used: there are few candidates, most of them categorical, and a model
-has ranked them already (costs.py). Halving also tolerates the noise of single steps, and its number
+has ranked them already (tuner.py). Halving also tolerates the noise of single steps, and its number
 of steps is known in advance:
 
     rung     choices               steps each

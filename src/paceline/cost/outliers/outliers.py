@@ -1,10 +1,424 @@
 """Find the outliers of a machine: hosts, links, versions and limits that differ or are too low."""
 
-from ..machine.machine_file import Machine
-from .host_differences import host_differences
-from .outlier import Outlier as Outlier
-from .slow_hosts import find_slow_hosts
-from .slow_links import find_slow_links
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import TypeVar
+
+from ...plurals import counted
+from ..machine.machine_file import UNLIMITED, HostFacts, Machine
+from ..machine.named_figures import NamedFigure, host_figures, link_figures, typical_deviation
+from ..machine.units import format_value, join_words, size
+from .outlier import Outlier
+from .slower_than_peers import (
+    MIN_DEVIATIONS,
+    MIN_MADS,
+    SlowerFigure,
+    around,
+    behind,
+    differ,
+    find_slower,
+)
+
+# Find slow links between two hosts, and hosts all of whose links are slow.
+
+_MANY = 0.25  # share of the links: if more are slow, the network itself consists of parts
+
+
+def find_slow_links(machine: Machine) -> list[Outlier]:
+    """Return the outliers among the links; needs three hosts.
+
+    Hosts come first, so that a bad network card is not reported as many bad links.
+    """
+    found = []
+    every = link_figures(machine)
+    for metric in ("bandwidth", "latency"):
+        rest = [named for named in every if named.what == metric]
+        while (bad := _worst_host(rest)) is not None:
+            host, worse = bad
+            found.append(_of_host(host, worse))
+            rest = [named for named in rest if host not in named.hosts]
+        found += _of_links(rest)
+    return found
+
+
+def _worst_host(rest: Sequence[NamedFigure]) -> tuple[str, SlowerFigure] | None:
+    """Return the host whose best link is worse than the usual link between other hosts."""
+    if len(rest) < 3:
+        return None
+    of_host: dict[str, list[NamedFigure]] = {}
+    for named in rest:
+        for host in named.hosts:
+            of_host.setdefault(host, []).append(named)
+    noise = MIN_DEVIATIONS * typical_deviation([named.figure for named in rest])
+    found = []
+    for host, own in of_host.items():
+        others = [named.figure.median for named in rest if host not in named.hosts]
+        if len(own) < 2 or not others:
+            continue
+        best = max(own, key=_speed)
+        middle, apart = around(others)
+        worse = behind(best, middle)
+        gap = abs(best.figure.median - middle)
+        if worse is not None and gap > max(noise, MIN_MADS * apart):
+            found.append((host, worse))
+    return max(found, key=lambda one: one[1].by, default=None)
+
+
+def _speed(named: NamedFigure) -> float:
+    return named.figure.median if named.more_is_better else -named.figure.median
+
+
+def _of_host(host: str, worse: SlowerFigure) -> Outlier:
+    named = worse.named
+    value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    sentence = (
+        f"all links of {host} are slow: {named.what} is {value} at best, {peers} between other "
+        "hosts. HINT: check its network card and cable"
+    )
+    return Outlier("link", (host,), f"{named.what} of all links", value, peers, sentence, worse.by)
+
+
+def _of_links(rest: Sequence[NamedFigure]) -> list[Outlier]:
+    bad = find_slower(rest)
+    if len(bad) > max(2, _MANY * len(rest)):
+        return [_many_links(bad, len(rest))]
+    return [_of_link(worse) for worse in bad]
+
+
+def _of_link(worse: SlowerFigure) -> Outlier:
+    named = worse.named
+    value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    sentence = (
+        f"the link between {join_words(named.hosts)} is slow: {named.what} is {value}, that of"
+    )
+    what = f"{named.what} of the link"
+    return Outlier(
+        "link", named.hosts, what, value, peers, f"{sentence} other links {peers}", worse.by
+    )
+
+
+def _many_links(bad: list[SlowerFigure], count: int) -> Outlier:
+    """Report many slow links as one outlier: their number indicates the network's structure."""
+    named, peers = bad[0].named, bad[0].peers
+    middle = median(worse.named.figure.median for worse in bad)
+    value, fast = format_value(middle, named.figure.unit), format_value(peers, named.figure.unit)
+    hosts = tuple(dict.fromkeys(host for worse in bad for host in worse.named.hosts))
+    sentence = (
+        f"{len(bad)} of {counted(count, 'link')} {'is' if len(bad) == 1 else 'are'} slower than "
+        f"the others: {named.what} is {value} instead "
+        f"of {fast}, as between hosts on different switches; the slowest is between "
+        f"{join_words(named.hosts)}"
+    )
+    return Outlier(
+        "link", hosts, f"{named.what} of {len(bad)} links", value, fast, sentence, bad[0].by
+    )
+
+
+# Find hosts or GPUs that compute, read or communicate slower than their peers.
+
+
+def find_slow_hosts(machine: Machine) -> list[Outlier]:
+    """Return hosts that are slower than their peers by more than the spread.
+
+    Each GPU is compared with all GPUs of its kind.
+    """
+    kinds: dict[tuple[str, str, str], list[NamedFigure]] = defaultdict(list)
+    for named in host_figures(machine):
+        kinds[named.what, named.device.partition(":")[0], named.like].append(named)
+    found = []
+    for members in kinds.values():
+        names = {named.hosts[0] for named in members}
+        if len(members) == 2:
+            pair = differ(members)
+            found += [_pair_outlier(pair, members)] if pair is not None else []
+            continue
+        worse: dict[str, list[SlowerFigure]] = defaultdict(list)
+        for one in find_slower(members):
+            worse[one.named.hosts[0]].append(one)
+        for host, ones in worse.items():
+            whole = len(ones) == sum(named.hosts[0] == host for named in members)
+            if whole and len(names) == 2:
+                found.append(_pair_outlier(ones[0], members))
+            elif whole and len(ones) > 1:
+                found.append(_host_outlier(ones, members))
+            else:
+                found += [_single_outlier(each, members) for each in ones]
+    return found
+
+
+def _single_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
+    named, unit = worse.named, worse.named.figure.unit
+    value, peers = format_value(named.figure.median, unit), format_value(worse.peers, unit)
+    part = "processors" if named.device == "cpu" else named.device
+    whose = f"{named.what} of its {part}" if part else named.what
+    who = _describe_peers({one.hosts[0] for one in members} - set(named.hosts), members)
+    sentence = f"{named.hosts[0]} is slow: {whose} is {value}, that of {who} {peers}"
+    return Outlier("slow", named.hosts, named.what, value, peers, sentence, worse.by)
+
+
+def _host_outlier(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outlier:
+    """Report a host all of whose devices are slow."""
+    first = ones[0]
+    unit, host = first.named.figure.unit, first.named.hosts[0]
+    value, peers = format_value(first.named.figure.median, unit), format_value(first.peers, unit)
+    who = _describe_peers({one.hosts[0] for one in members} - {host}, members)
+    sentence = (
+        f"{host} is slow: {first.named.what} of all its {counted(len(ones), 'GPU')} is {value} at "
+        f"worst, that of {who} {peers}"
+    )
+    return Outlier("slow", (host,), first.named.what, value, peers, sentence, first.by)
+
+
+def _pair_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
+    """Report two members that differ: it is unknown which of them is the outlier."""
+    unit, slow = worse.named.figure.unit, worse.named
+    value, peers = format_value(slow.figure.median, unit), format_value(worse.peers, unit)
+    both = tuple(dict.fromkeys(named.hosts[0] for named in members))
+    other = next(named for named in members if named is not slow)
+    if len(both) > 1:
+        other = next(named for named in members if named.hosts != slow.hosts)
+    names = (slow.hosts[0], other.hosts[0]) if len(both) > 1 else (slow.member, other.member)
+    sentence = (
+        f"{names[0]} and {names[1]} differ: {slow.what} is {value} and {peers}; with only "
+        "two it is unknown which one is the outlier"
+    )
+    return Outlier("slow", both, slow.what, value, peers, sentence, worse.by)
+
+
+def _describe_peers(others: set[str], members: list[NamedFigure]) -> str:
+    if not others:
+        return "its other devices"
+    if any(":" in named.device for named in members):
+        return "the others"
+    return join_words(sorted(others)) if len(others) < 4 else f"the {len(others)} others"
+
+
+# Find unwanted differences between hosts, and limits that are too low.
+
+FILES = 4096  # open files that a process needs: sockets to peers, tensors of workers
+_CORES = 16  # with this many cores there may be enough workers to need these files
+SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers pass batches through /dev/shm
+CLOCK_S = 1.0
+T = TypeVar("T")
+WAITING = 2.0  # ratio of time to CPU time above which an import mostly waits for files
+# Width of the vector units by PyTorch's name of their instructions. DEFAULT: those that every
+# processor of the architecture has.
+VECTOR_BITS = {"DEFAULT": 128, "NO AVX": 128, "AVX2": 256, "SVE256": 256, "AVX512": 512}
+_MEMORY = 0.02  # relative difference of the sizes of two memories of one kind
+
+
+def host_differences(machine: Machine) -> list[Outlier]:
+    """Return outliers that are not speeds.
+
+    These are unreachable hosts, missing measurements, versions, parts, masks, limits, vector units
+    that PyTorch does not use, the import of torch, and clocks.
+    """
+    found = [
+        Outlier("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
+        for host, why in machine.unreachable.items()
+    ]
+    hosts = machine.hosts
+    for (what, why), names in _group_by_item(hosts, lambda host: list(host.missing.items())):
+        sentence = f"{what} is not known of {join_words(names)}: {why}"
+        found.append(Outlier("missing", tuple(names), what, "", "", sentence))
+    found += _versions(machine)
+    found += _parts(machine)
+    for (value, all_of_it), names in _group_by_item(hosts, _mask):
+        may = f"processes on {join_words(names)} may run on"
+        sentence = f"{may} only {value} of {all_of_it} hardware threads"
+        found.append(Outlier("mask", tuple(names), "mask", value, all_of_it, sentence))
+    for (what, value, enough, why), names in _group_by_item(
+        hosts, lambda host: _limits(host, machine)
+    ):
+        sentence = f"{what} is {value} on {join_words(names)}: {why}"
+        found.append(Outlier("limit", tuple(names), what, value, enough, sentence))
+    for (used, there, why), names in _group_by_item(hosts, _vector_units):
+        sentence = (
+            f"PyTorch's kernels use {used} on {join_words(names)}, whose processor has {there}"
+        )
+        outlier = Outlier("vector", tuple(names), "vector units", used, there, f"{sentence}: {why}")
+        found.append(outlier)
+    return found + _imports(machine) + _clocks(machine)
+
+
+def _group_by_item(
+    hosts: tuple[HostFacts, ...], told_of: Callable[[HostFacts], list[T]]
+) -> list[tuple[T, list[str]]]:
+    """Return each item that ``told_of`` returns once, with the names of its hosts."""
+    found: dict[T, list[str]] = defaultdict(list)
+    for host in hosts:
+        for one in told_of(host):
+            found[one].append(host.name)
+    return list(found.items())
+
+
+def _versions(machine: Machine) -> list[Outlier]:
+    names = dict.fromkeys(name for host in machine.hosts for name in host.versions)
+    found = []
+    for name in names:
+        values = {host.name: host.versions.get(name, "none") for host in machine.hosts}
+        found += _differing("version", name, values)
+    return found
+
+
+def _parts(machine: Machine) -> list[Outlier]:
+    """Return hosts whose hardware differs in kind or number from most hosts."""
+    known = [(host.name, host) for host in machine.hosts]
+    found = _differing("parts", "processor", {n: h.processor for n, h in known if h.processor})
+    for what, counts in (
+        ("sockets", {name: host.sockets for name, host in known}),
+        ("cores", {name: host.cores for name, host in known}),
+        ("hardware threads", {name: host.threads for name, host in known}),
+        ("NUMA nodes", {name: host.numa_nodes for name, host in known}),
+    ):
+        told_of = {name: str(count) for name, count in counts.items() if count is not None}
+        found += _differing("parts", what, told_of)
+    found += _differing("parts", "GPUs", {name: _gpus(host) for name, host in known})
+    memory = {name: host.memory_bytes for name, host in known if host.memory_bytes}
+    middle = median(memory.values()) if memory else 0
+    near = {n: middle if abs(b - middle) <= _MEMORY * middle else b for n, b in memory.items()}
+    return found + _differing("parts", "memory", {name: size(b) for name, b in near.items()})
+
+
+def _gpus(host: HostFacts) -> str:
+    kinds = dict.fromkeys(gpu.name for gpu in host.gpus)
+    counts = [sum(gpu.name == kind for gpu in host.gpus) for kind in kinds]
+    return join_words([f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True)]) or "none"
+
+
+def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Outlier]:
+    """Return hosts whose value differs from the majority; all hosts if there is no majority."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for host, value in values.items():
+        groups[value].append(host)
+    if len(groups) < 2:
+        return []
+    usual = max(groups, key=lambda value: len(groups[value]))
+    if 2 * len(groups[usual]) <= len(values):
+        each = join_words([f"{value} on {join_words(hosts)}" for value, hosts in groups.items()])
+        sentence = f"hosts differ in {what}: {each}"
+        return [Outlier(kind, tuple(values), what, join_words(list(groups)), "", sentence)]
+    return [
+        Outlier(
+            *(kind, tuple(hosts), what, value, usual),
+            f"{join_words(hosts)} differ{'s' if len(hosts) == 1 else ''} in {what}: {value}; "
+            f"most hosts: {usual}",
+        )
+        for value, hosts in groups.items()
+        if value != usual
+    ]
+
+
+def _mask(host: HostFacts) -> list[tuple[str, str]]:
+    cpus = len(host.cpus)
+    if not cpus or host.threads is None or cpus >= host.threads:
+        return []
+    return [(str(cpus), str(host.threads))]
+
+
+def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]]:
+    limits, found = host.limits, []
+    crowded = len(machine.hosts) > 1 or len(host.cpus) >= _CORES or (host.ranks or 0) > 8
+    if limits.nofile is not None and limits.nofile < (FILES if crowded else FILES // 4):
+        why = (
+            "many ranks and loader workers need more open files. "
+            f"HINT: ulimit -n {FILES}, or set it in limits.conf"
+        )
+        found.append(("limit on open files", str(limits.nofile), str(FILES), why))
+    shm, free = limits.shm_bytes, limits.shm_free_bytes
+    batches = "loader workers pass their batches through it. HINT: "
+    if shm is not None and shm < SHM:
+        why = f"{batches}in a container use --shm-size or --ipc=host; else mount it with more space"
+        found.append(("/dev/shm", size(shm), size(SHM), why))
+    elif free is not None and free < SHM_FREE:
+        why = f"{batches}remove the files of ended jobs from it"
+        found.append(("free /dev/shm", size(free), size(SHM_FREE), why))
+    lock = limits.memlock_bytes
+    card = next((one for one in host.networks if one.layer.lower() == "infiniband"), None)
+    if card is not None and lock is not None and lock < (host.memory_bytes or UNLIMITED):
+        why = (
+            f"{card.name} (InfiniBand) needs locked memory. HINT: set ulimit -l unlimited where "
+            "the scheduler's daemon starts"
+        )
+        found.append(("limit on locked memory", size(lock), "unlimited", why))
+    return found
+
+
+def _vector_units(host: HostFacts) -> list[tuple[str, str, str]]:
+    build = host.torch_build
+    used, there = build.get("capability", ""), build.get("processor", "")
+    if VECTOR_BITS.get(used, 0) >= VECTOR_BITS.get(there, 0) or used not in VECTOR_BITS:
+        return []
+    limit = build.get("limited_by")
+    why = (
+        f"ATEN_CPU_CAPABILITY={limit} is set. HINT: unset it"
+        if limit
+        else f"this build has no kernels for {there}. HINT: install PyTorch's wheels with pip"
+    )
+    names = {"DEFAULT": "no AVX" if there.startswith("AVX") else "NEON", "NO AVX": "no AVX"}
+    return [(names.get(used, used), there, why)]
+
+
+def _imports(machine: Machine) -> list[Outlier]:
+    """Return hosts where ``import torch`` mostly waits for files, described by the slowest one."""
+    waits = {host.name: _waiting(host) for host in machine.hosts}
+    slow = {name: wait for name, wait in waits.items() if wait[0] >= WAITING * wait[1]}
+    if not slow:
+        return []
+    most = max(slow, key=lambda name: slow[name][0] / max(slow[name][1], 1e-9))
+    seconds, busy, which = slow[most]
+    where = f"on {join_words(list(slow))}" + f" (most on {most})" * (len(slow) > 1)
+    sentence = (
+        f"{which} waited {format_value(seconds - busy, 's')} of "
+        f"{format_value(seconds, 's')} for files {where}: "
+        f"from one packed file it may be up to {seconds / busy:.2g} times faster. "
+        "HINT: paceline check --pack-env"
+    )
+    wanted = f"{format_value(busy, 's')} of a core"
+    return [
+        Outlier("import", tuple(slow), "import torch", format_value(seconds, "s"), wanted, sentence)
+    ]
+
+
+def _waiting(host: HostFacts) -> tuple[float, float, str]:
+    """Return the seconds and CPU-seconds of an import, and which import it was.
+
+    It is the repeated import if that already waits, else the first. Zero seconds mean unknown, or a
+    negligible time.
+    """
+    again, busy = host.import_torch, host.import_torch_busy
+    if again is not None and busy is not None and again.median >= WAITING * busy.median > 0:
+        return again.median, busy.median, "import torch"
+    first, first_busy = host.import_torch_first_s, host.import_torch_first_busy_s
+    if first and first_busy:
+        return first, first_busy, "the first import torch"
+    return 0.0, 1.0, ""
+
+
+def _clocks(machine: Machine) -> list[Outlier]:
+    if len(machine.hosts) < 2:
+        return []
+    found = []
+    for (value, about), names in _group_by_item(machine.hosts, _clock):
+        clocks = f"the clock{'s' if len(names) > 1 else ''} of {join_words(names)}"
+        peers = format_value(CLOCK_S, "s") if value else ""
+        sentence = f"{clocks} {'are' if len(names) > 1 else 'is'} {about}"
+        found.append(Outlier("clock", tuple(names), "clock", value or "not known", peers, sentence))
+    return found
+
+
+def _clock(host: HostFacts) -> list[tuple[str, str]]:
+    offset, unsure = host.clock_offset_s, host.clock_uncertainty_s or 0.0
+    if offset is None:
+        return [("", "not compared with the launcher's")]
+    if unsure > CLOCK_S:
+        return [("", f"known only to {format_value(unsure, 's')}")]
+    if abs(offset) - unsure <= CLOCK_S:
+        return []
+    value = format_value(abs(offset), "s")
+    why = "and times of files and logs are wrong. HINT: run chrony or ntpd"
+    return [(value, f"{value} {'ahead' if offset > 0 else 'behind'}, {why}")]
 
 
 def find_outliers(machine: Machine) -> list[Outlier]:

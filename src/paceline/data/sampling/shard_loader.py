@@ -20,8 +20,7 @@ from torch.utils.data import (
 from ...plurals import counted
 from .batch_schedule import BatchSchedule
 from .loader_options import batch_schedule, loader_options
-from .passes import check_order_repeats, draw_order
-from .rank_batches import RankBatches
+from .passes import Key, check_order_repeats, draw_order
 from .sample_order import (
     BatchShare,
     BatchSplit,
@@ -34,6 +33,50 @@ from .sample_order import (
 )
 from .samplers import Ordered
 from .sharded_stream import ShardedStream
+
+# The batches of one rank, under ``world.shard``.
+
+
+class RankBatches:
+    """Batch sampler of one rank: yields lists of (epoch, sample), starting at a position.
+
+    An iterator keeps the split, epoch, position and order that were set when it was made, so that
+    several passes can be in progress.
+
+    Attributes:
+        largest: Samples of this rank's largest batch in any epoch.
+    """
+
+    def __init__(self, split: BatchSplit, rank: int, fill: bool, largest: int) -> None:
+        self.split = split
+        self.rank = rank
+        self.fill = fill
+        self.largest = largest
+        self.epoch = 0
+        self.start = 0
+        self.order: torch.Tensor | None = None
+
+    def begin(self, split: BatchSplit, epoch: int, start: int, order: torch.Tensor) -> None:
+        """Set what the iterators made from now on yield."""
+        self.split, self.epoch, self.start, self.order = split, epoch, start, order
+
+    def __len__(self) -> int:
+        return len(self.split) - self.start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        assert self.order is not None
+        return self._batches(self.split, self.epoch, self.start, self.order)
+
+    def _batches(
+        self, split: BatchSplit, epoch: int, start: int, order: torch.Tensor
+    ) -> Iterator[list[Key]]:
+        for position in range(start, len(split)):
+            first, end = split.bounds(position, self.rank)
+            if first == end:  # fewer samples than ranks: repeat one, or skip the batch
+                if not self.fill:
+                    continue
+                first, end = split.start(position), split.start(position) + 1
+            yield [(epoch, index) for index in order[first:end].tolist()]
 
 
 class _SeededSamples(Dataset[Any]):

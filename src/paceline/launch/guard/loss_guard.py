@@ -1,7 +1,9 @@
 """The guard of a running job: takes the ranks' messages and output, and judges the loss."""
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,24 +13,186 @@ import numpy as np
 
 from ...analyze.reference.changes import Change, find_changes
 from ...analyze.reference.learning_rate import RateRise, RateWatch
-from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN
-from ...analyze.reference.reference_file import write_reference
+from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Metric
+from ...analyze.reference.reference_file import merge_references, read_reference, write_reference
 from ...analyze.reference.replicas import ReplicaWatch
 from ...analyze.reference.run_guard import Divergence, RunGuard, Standard, make_standard
 from ...analyze.reference.series import SAMPLES, STEPS, Model, Reference, Series
 from ...plurals import counted
 from ...report import guard_messages as text
+from ...security.files import read_regular
 from ...security.text import printable
-from .job_steps import JobStep, JobSteps
-from .load_references import load_reference
+from ..monitor.rank_messages import Row
 from .metric_lines import MetricPattern
 from .request import GuardRequest, parse_metric
 
 SILENT_LINES, SILENT_STEPS, SILENT_S = 200, 100, 60.0  # without a value: the user is warned
 MAX_BATCH_RATIO = 1.02  # of samples per step, compared with the reference
 SHOWN_CHARS = 100  # of a line of output
-
 Value = tuple[float, float, float]  # step, samples (0: not known), value
+
+
+# Read what ``--reference`` names: reference files, record folders, and outputs of runs.
+
+MAX_OUTPUT_BYTES = 256 << 20
+
+
+def load_reference(paths: list[str], metric: str | None) -> Reference:
+    """Read and join references.
+
+    Args:
+        paths: Files of ``--make-reference``, record folders, or files with the output of a run.
+        metric: ``--metric``; needed for outputs, otherwise it must be that of the references.
+
+    Raises:
+        ValueError: A reference can't be read, or is of another metric or model than the others.
+    """
+    wanted = parse_metric(metric)
+    found = []
+    for name in paths:
+        path = Path(name)
+        if not path.exists():
+            raise ValueError(
+                f"--reference {name} does not exist. HINT: paceline run --make-reference {name} "
+                "SCRIPT makes it"
+            )
+        if path.is_dir() or _is_json(path):
+            reference = read_reference(path)
+            if metric is not None and reference.metric != wanted:
+                raise ValueError(
+                    f"--reference {name} is of another metric: it has {reference.metric}, and "
+                    f"--metric is {metric!r}. HINT: leave out --metric, or make a reference of "
+                    "this metric"
+                )
+            found.append(reference)
+        elif wanted.source == PATTERN:
+            found.append(read_output(path, wanted))
+        else:
+            raise ValueError(
+                f"--reference {name} is neither a reference nor a record folder. HINT: for the "
+                r"output of a run add its pattern: --metric 'loss[ =:]+(\S+)'"
+            )
+    return merge_references(found)
+
+
+def read_output(path: Path, metric: Metric) -> Reference:
+    """Return the values that a pattern finds in the output of a run.
+
+    Raises:
+        ValueError: It finds none, or the file can't be read.
+    """
+    try:
+        text = read_regular(path, MAX_OUTPUT_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise ValueError(f"--reference {path}: {error.strerror}") from None
+    pattern, lines = MetricPattern(metric.name), text.replace("\r", "\n").split("\n")
+    found = [value for line in lines if (value := pattern.find(line)) is not None]
+    if not found:
+        raise ValueError(
+            f"--metric {metric.name!r} matches none of the {len(lines):,} lines of {path}. HINT: "
+            "look at a line of the output, and write a pattern for it"
+        )
+    count = len(found)
+    steps = [number + 1 if one.step is None else one.step for number, one in enumerate(found)]
+    samples = [0.0 if one.samples is None else one.samples for one in found]
+    unknown = np.full(count, np.nan)
+    values = np.array([one.value for one in found], np.float64)
+    run = Series(np.array(steps), np.array(samples), values, unknown, unknown, str(path))
+    return Reference(metric, [run])
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip().startswith(b"{")
+    except OSError as error:
+        raise ValueError(f"--reference {path}: {error.strerror}") from None
+
+
+# The optimizer steps of a job, joined from the messages of its ranks.
+
+MAX_BEHIND = 256  # steps that a rank may be behind before the others' values are used without it
+MAX_KEPT = 4096  # last steps that are kept to explain a divergence
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """One step of all ranks.
+
+    Attributes:
+        samples: Samples of all ranks until its end; 0 if they are not known.
+        loss: Mean over ranks, weighted by their samples; nan if it is not known.
+        losses: Of each rank that is known.
+        rate, norm: Learning rate, and largest gradient norm of a rank; nan if not known.
+        bits: Checksum of the parameters of each rank that has sent one.
+    """
+
+    step: int
+    samples: int
+    loss: float
+    losses: dict[int, float]
+    rate: float
+    norm: float
+    bits: dict[int, int]
+
+
+@dataclass
+class JobSteps:
+    """Joins the rows of ``ranks`` ranks to steps.
+
+    Attributes:
+        kept: The last steps.
+    """
+
+    ranks: int
+    kept: deque[JobStep] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
+    _rows: dict[int, dict[int, Row]] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)  # samples of each rank
+    _last: int = -1
+
+    def add(self, rank: int, rows: list[Row]) -> list[JobStep]:
+        """Add rows of a rank; return the steps that are complete now, in their order."""
+        for row in rows:
+            if row[0] > self._last:
+                self._rows.setdefault(row[0], {})[rank] = row
+        newest = max(self._rows, default=0)
+        complete = []
+        for step in sorted(self._rows):
+            of_step = self._rows[step]
+            if len(of_step) < self.ranks and step > newest - MAX_BEHIND:
+                break
+            del self._rows[step]
+            self._last = step
+            complete.append(self._join(step, of_step))
+        self.kept.extend(complete)
+        return complete
+
+    def finish(self) -> list[JobStep]:
+        """Return the steps that some ranks have not sent, at the end of the job."""
+        rest = [self._join(step, rows) for step, rows in sorted(self._rows.items())]
+        self._rows = {}
+        self.kept.extend(rest)
+        return rest
+
+    def _join(self, step: int, rows: dict[int, Row]) -> JobStep:
+        for rank, row in rows.items():
+            self._seen[rank] = row[1]
+        is_counted = all(row[2] > 0 for row in rows.values())
+        losses = {rank: row[3] for rank, row in rows.items() if row[3] is not None}
+        weights = {rank: rows[rank][2] if is_counted else 1 for rank in losses}
+        total = sum(weights.values())
+        mean = sum(weights[rank] * loss for rank, loss in losses.items()) / total if total else None
+        norms = [row[5] for row in rows.values() if row[5] is not None]
+        rates = [row[4] for row in rows.values() if row[4] is not None]
+        return JobStep(
+            step,
+            sum(self._seen.values()),
+            mean if mean is not None else math.nan,
+            losses,
+            rates[0] if rates else math.nan,
+            max(norms, key=lambda norm: (math.isnan(norm), norm)) if norms else math.nan,
+            {rank: row[6] for rank, row in rows.items() if row[6] is not None},
+        )
 
 
 @dataclass(frozen=True)

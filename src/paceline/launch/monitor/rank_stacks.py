@@ -2,28 +2,163 @@
 
 A rank answers a reserved signal with the stacks of all its threads. faulthandler writes them from
 the C signal handler, so that a rank that waits in C++ code answers too. A process that is stopped
-or blocked in the kernel can't answer. Its stacks are read from its memory (``process_stack``).
+or blocked in the kernel can't answer. Its stacks are read from its memory by py-spy.
 """
 
 import contextlib
 import faulthandler
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ...record.ring.tail import process_state
 from ...security.files import open_regular, read_regular
+from ...security.processes import find_program
+from ...security.schema import load_json
+from ..linux_prctl import prctl
 from ..process_signals import signal_checked
-from . import process_stack
 
 # A signal that neither schedulers nor scripts normally use.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 SECONDS = 1.0  # timeout for the answers of all ranks together
 MAX_STACK_BYTES = 256 << 20  # of a rank's file, which contains all stacks it has written
 _QUIET = 0.05  # seconds without new output after which a stack is complete
+
+
+# Reading of Python stacks from the memory of ranks that can't answer a signal.
+#
+# py-spy reads the memory of another process without its cooperation and without stopping it. A
+# kernel with Yama allows this only for a process that the target has named, and for its
+# descendants. A rank names its launcher.
+
+PY_SPY_SECONDS = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
+AT_ONCE = 8  # concurrent py-spy processes
+MOST_BYTES = 4 << 20  # maximum output of py-spy that is read
+MOST_THREADS, MOST_FRAMES = 100, 100  # same limits as faulthandler
+_PTRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2)
+_LOOK = 0.005  # seconds between two polls
+_END_SECONDS = 0.1  # timeout for the end of a killed py-spy
+
+
+def allow_reading() -> None:
+    """Allow the process that started the rank server, and its descendants, to read this process.
+
+    Called in a rank. A kernel without Yama does not have this call, and lets all processes of the
+    same user read.
+    """
+    if os.environ.get("PACELINE_STATUS", "").partition(":")[0] != str(os.getpid()):
+        return  # not started by a rank server
+    try:
+        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+        launcher = int(stat.rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return
+    prctl(_PTRACER, launcher)
+
+
+def read_memory(pids: Mapping[int, int]) -> dict[int, str]:
+    """Return the stacks of ranks in the format of faulthandler.
+
+    Args:
+        pids: PID of each rank, by global rank.
+
+    Returns:
+        The stacks of the ranks that can be read in time, by global rank. STACK_NOT_PERMITTED for a
+        process that the kernel does not allow to read.
+    """
+    tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or find_program("py-spy")
+    if tool is None or not pids:
+        return {}
+    deadline = time.monotonic() + PY_SPY_SECONDS
+    waiting, running, found = list(pids.items()), list[_Reading](), {}
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            while waiting and len(running) < AT_ONCE:
+                running.append(_Reading(tool, *waiting.pop()))
+            time.sleep(_LOOK)
+            for one in [one for one in running if one.process.poll() is not None]:
+                found[one.rank] = one.text()
+                running.remove(one)
+                one.close()
+    except OSError:  # not enough memory or file descriptors
+        pass
+    finally:
+        for one in running:
+            one.process.kill()
+        for one in running:
+            one.close()
+    return {rank: text for rank, text in found.items() if text}
+
+
+class _Reading:
+    """A running py-spy process. It writes to a memory file, so it never blocks on a full pipe."""
+
+    def __init__(self, tool: str, rank: int, pid: int) -> None:
+        self.rank, self._pid = rank, pid
+        self._said = os.memfd_create("py-spy")
+        self._mistakes = os.memfd_create("py-spy")
+        try:
+            self.process = subprocess.Popen(
+                [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._mistakes,
+            )
+        except BaseException:
+            self._forget()
+            raise
+
+    def text(self) -> str:
+        """Return the stacks after py-spy has ended; "" if it could not read them."""
+        from ...analyze.records.stacks import STACK_NOT_PERMITTED
+
+        if self.process.returncode == 0:
+            try:
+                return as_faulthandler(
+                    load_json(os.pread(self._said, MOST_BYTES, 0), "py-spy"), self._pid
+                )
+            except (ValueError, KeyError, TypeError):
+                return ""
+        return (
+            STACK_NOT_PERMITTED if b"Permission" in os.pread(self._mistakes, MOST_BYTES, 0) else ""
+        )
+
+    def close(self) -> None:
+        """Wait for py-spy, which has ended or was killed, and close its output files."""
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        self._forget()
+
+    def _forget(self) -> None:
+        os.close(self._said)
+        os.close(self._mistakes)
+
+
+def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
+    """Return py-spy's output in the format of faulthandler, with the main thread last."""
+
+    def is_main(thread: dict[str, Any]) -> bool:
+        return bool(thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread")
+
+    blocks = []
+    for thread in sorted(threads, key=is_main)[-MOST_THREADS:]:
+        lines = [f"Thread 0x{thread['thread_id']:016x} (most recent call first):"]
+        lines += [
+            f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}'
+            for frame in thread["frames"][:MOST_FRAMES]
+        ]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
 
 
 def answer() -> None:
@@ -34,7 +169,7 @@ def answer() -> None:
     folder, rank = os.environ.get("PACELINE_RECORD"), os.environ.get("RANK", "0")
     if folder is None:
         return
-    process_stack.allow()
+    allow_reading()
     path = Path(folder) / f"rank-{rank}-{os.getpid()}.stack"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -64,7 +199,7 @@ def ask(folder: Path) -> dict[int, str]:
         if _has_open(pid, folder / f"rank-{rank}-{pid}.stack")
     }
     answers = _answers(folder, all_pids)
-    return answers | process_stack.read({r: pid for r, pid in all_pids.items() if r not in answers})
+    return answers | read_memory({r: pid for r, pid in all_pids.items() if r not in answers})
 
 
 def _has_open(pid: int, path: Path) -> bool:

@@ -11,18 +11,63 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...cluster.topology.local_resources import memory_limits
+from ...security import overlay
 from ..linux_prctl import SUBREAPER, prctl
-from ..monitor.out_of_memory import OomKillCounter
 from ..records import job_folder
 from .process_groups import RankGroups, end_children
 
 MESSAGE_BYTES = 4096  # a rank's environment comes in a file, which has no such limit
+
+
+# Detection of ranks killed by the kernel because the host or control group is out of memory.
+
+
+class OomKillCounter:
+    """Counter of the kernel's out-of-memory kills on this host."""
+
+    def __init__(self) -> None:
+        self._kills = _kills()
+
+    def why(self, most: int) -> str:
+        """Return an explanation why a process was killed with SIGKILL, or "" if the kernel has not
+        killed a process for lack of memory since the previous call.
+
+        Args:
+            most: Peak memory of the process, in bytes.
+        """
+        before, self._kills = self._kills, _kills()
+        if self._kills <= before:
+            return ""
+        told = f"was killed by the kernel: out of memory. It had {_gib(most)} at most"
+        limits = memory_limits()
+        if limits:
+            allowed = min(limit for limit, _ in limits)
+            told += f"; its control group allows {_gib(allowed)} for all ranks of this node"
+        return f"{told}. HINT: use fewer ranks per node or a smaller batch, or request more memory"
+
+
+def _kills() -> int:
+    """Return the number of out-of-memory kills on this host since boot."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 @dataclass(frozen=True)
@@ -53,6 +98,8 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     ranks, memory = RankGroups(), OomKillCounter()
+    is_covered = False
+    changes: Path | None = None  # of covered folders, if this process must remove them
     _send(channel, {"ready": True})
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
@@ -67,11 +114,14 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
             data, fds = b"", []
         message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
         if "end" in message:
-            _end(folder, float(message["end"]), "orphan" in message)
+            _end(folder, float(message["end"]), "orphan" in message, changes)
         if "signal" in message:
             ranks.signal(message["signal"], message["kind"], message["group"])
             continue
         start = _read_start(fds)
+        request = start.environment.pop(overlay.VARIABLE, "")
+        if request and not is_covered:
+            changes, is_covered = _cover(request, start.environment["GROUP_RANK"]), True
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -127,9 +177,23 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         pass  # the agent has ended; the next receive detects it
 
 
-def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
+def _cover(request: str, node: str) -> Path | None:
+    """Cover folders of the user for all ranks of this node; return what is to be removed."""
+    try:
+        return overlay.cover(request, node)
+    except OSError as error:
+        sys.stderr.write(
+            f"paceline: {socket.gethostname()}: the folders of the script cannot be covered "
+            f"({error}): a rank that changes a file in them is stopped\n"
+        )
+        sys.stderr.flush()
+        return None
+
+
+def _end(folder: Path, grace: float, orphan: bool, changes: Path | None) -> NoReturn:
     """Kill all remaining processes, clean up, and exit."""
     signal.set_wakeup_fd(-1)
     end_children(grace)  # the parent adopts those that do not end, and prints them
     job_folder.clear(folder, orphan)
+    overlay.remove_changes(changes)
     os._exit(0)

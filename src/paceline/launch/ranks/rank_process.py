@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import platform
 import random
 import runpy
 import signal
@@ -44,7 +45,6 @@ from ...record.ring.header_schema import MAX_FAILURE_CHARS
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
 from ...security.processes import import_folders, module_folders, python_command
-from ..affinity.memory_policy import prefer
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl, set_title
 from ..monitor import rank_stacks
 from ..records import job_folder
@@ -52,6 +52,35 @@ from .fork_server import RankStart
 from .framework_variables import check_horovod, introduce_to_jax
 
 _BUFFERED_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+# Allocation of memory from the nearest NUMA node, by set_mempolicy(2), which has no function in
+# the C library.
+#
+# The NUMA node is preferred, not bound: if it is full, memory is allocated from another one, and
+# the job continues.
+
+_PREFERRED = 1  # linux/mempolicy.h
+_BITS = 1024  # size of the mask, in NUMA nodes
+_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
+_CALL = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "riscv64": 237, "s390x": 270}
+
+
+def prefer(node: int) -> str:
+    """Let this process and its future children allocate memory from NUMA node ``node`` first.
+
+    Returns:
+        The reason if that is not possible (a container may forbid it), else "".
+    """
+    call = _CALL.get(platform.machine())
+    if call is None:
+        return f"set_mempolicy is not known on {platform.machine()}"
+    mask = (ctypes.c_ulong * (_BITS // _WORD))()
+    mask[node // _WORD] = 1 << (node % _WORD)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(call), _PREFERRED, mask, ctypes.c_ulong(_BITS)) == 0:
+        return ""
+    return os.strerror(ctypes.get_errno())
 
 
 def become(start: RankStart) -> None:

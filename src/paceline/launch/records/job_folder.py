@@ -28,13 +28,14 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from ...record.ring.ring import SIDECAR_SUFFIXES
+from ...record.ring.states import SAMPLER_STATES
+from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.files import InvalidFileError, read_regular
-from ...security.folders import Folder, can_be_renamed_by_others, replace_file
+from ...security.folders import Folder, can_be_renamed_by_others, open_subfolder, replace_file
 from ...security.removal import check_mark, write_mark
 from ...security.run_lock import RunLock
 from ...security.schema import read_json
 from ...security.text import printable
-from .copy_records import copy_records
 
 DESTINATION_FILE = "keep.json"
 ATTEMPT = "attempt"
@@ -45,6 +46,90 @@ NEW_S = 60.0  # minimum age of an unfinished folder before it counts as abandone
 MAX_NAMED = 8  # folders of other users that are reported
 FAILED = "failed"  # marker file: copying the record failed, and the failure was reported
 MAX_LABEL_BYTES = 16 << 20  # a command line may be long
+
+
+# Copy the records of a job folder to the record folder: one record per rank and attempt.
+
+
+def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
+    """Copy the records of the last attempt to ``target``, those of earlier attempts to its
+    subfolders ``attempt-N``.
+
+    If the job continued without this node, ``target`` contains records of a later attempt. All
+    records of this node then belong to earlier attempts.
+
+    Args:
+        folder: The job folder.
+        target: The record folder.
+        noted: Number of the attempt that began last on this node, or None if unknown.
+
+    Raises:
+        OSError, InvalidFileError: A record can't be read or written.
+    """
+    from ...analyze.records.read_record import parse_record, used_bytes
+
+    found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
+    for name in folder.names():
+        if not name.endswith(".ring"):
+            continue
+        path = folder.path / name
+        try:
+            data = folder.read(name, MAX_RECORD_BYTES)
+        except OSError as error:
+            sys.stderr.write(
+                f"paceline: the record {printable(str(path))} was not copied: {error.strerror}\n"
+            )
+            continue
+        try:
+            record = parse_record(data, str(path))
+            data = data[: used_bytes(data)]
+        except ValueError as error:
+            sys.stderr.write(
+                f"paceline: {printable(str(error))}. Paceline copies the file unchanged\n"
+            )
+            replace_file(target / name, data)
+            continue
+        key = (int(record.meta.get("attempt", 0)), record.rank)
+        told = _event_count(record)
+        # A process that only started the ranks may have a record under a rank's number. The
+        # record with more events is the rank's.
+        if key not in found or told > found[key][0]:
+            found[key] = (told, int(record.meta["size"]), name, data)
+    sizes = {size for told, size, _, _ in found.values() if told}
+    last = max([noted or 0, *(attempt for attempt, _ in found)])
+    there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
+    last = max([last, *map(_attempt, there)])
+    for (attempt, rank), (told, size, name, data) in found.items():
+        if not told and sizes and size not in sizes:
+            continue
+        place = target if attempt == last else target / f"attempt-{attempt}"
+        inside = open_subfolder(place) if place != target else None
+        try:
+            path = place if inside is None else Path()
+            replace_file(path / f"rank-{rank}.ring", data, dir_fd=inside)
+            for suffix in SIDECAR_SUFFIXES:
+                beside = name.removesuffix(".ring") + suffix
+                if folder.status(beside) is not None:
+                    content = folder.read(beside, MAX_RECORD_BYTES)
+                    replace_file(path / f"rank-{rank}{suffix}", content, dir_fd=inside)
+        finally:
+            if inside is not None:
+                os.close(inside)
+
+
+def _attempt(path: Path) -> int:
+    """Return the attempt number of a record file; 0 if it is missing or invalid."""
+    from ...analyze.records.read_record import parse_record
+
+    try:
+        return int(parse_record(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def _event_count(record: Any) -> int:
+    """Return the number of events, without those of the sampler (where the script was)."""
+    return int(len(record.events) - record.count(*SAMPLER_STATES))
 
 
 @dataclass

@@ -9,14 +9,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...security.folders import Folder
+from ...security.removal import remove_marked, write_mark
 from ..ring.launcher_messages import notify, send_to_launcher
 from ..ring.recorder import Recorder
-from .protect_files import FileProtection, remove_scratch
+from .protect_files import FileProtection
 
+SCRATCH = "scratch"  # kind of the scratch folder's mark
 STEP_LIMIT_VARIABLE = "PACELINE_STEP_LIMIT"
 
 
@@ -26,7 +30,7 @@ class StepLimit:
 
     Attributes:
         steps: Optimizer steps after which the process ends; 0: the script decides.
-        scratch: Folder for the files that the script writes.
+        scratch: Folder for the checkpoints of ``world.epochs``, which all ranks of a node share.
         covered: Folders of the user that an overlay covers, so that they need no other protection.
         branches: Whether ``world.epochs`` resumes from the script's own checkpoint; what it saves
             goes to ``scratch`` in any case.
@@ -69,9 +73,9 @@ class ProtectedRun:
     def install(self) -> None:
         """Patch Python and torch. Must precede the recorder's own hooks, which then wrap these."""
         if self.limit.scratch:
-            self._file_protection = FileProtection(
-                Path(self.limit.scratch), self._stop, self.limit.covered
-            )
+            _make_scratch(Path(self.limit.scratch))
+            limit = self.limit
+            self._file_protection = FileProtection(self._stop, limit.covered, limit.scratch)
             self._file_protection.install()
 
     def place(self, path: str | Path) -> Path:
@@ -116,8 +120,29 @@ class ProtectedRun:
         self._detach()
         if self._file_protection is not None:
             self._file_protection.is_disabled = True
-            remove_scratch(Path(self.limit.scratch))
+            _remove_scratch(Path(self.limit.scratch))
         sys.stdout.flush()
         sys.stderr.flush()
         send_to_launcher(finished=0)
         os._exit(0)
+
+
+def _make_scratch(folder: Path) -> None:
+    """Create the scratch folder, if it does not exist.
+
+    Raises:
+        UnsafeFileError: Another user has created it.
+        OSError: It can't be created.
+    """
+    if not folder.parent.exists():  # on another node than the launcher's
+        Folder.make(folder.parent, exist_ok=True).close()
+    with Folder.make(folder, exist_ok=True) as made:
+        if not made.names():
+            write_mark(made.fd, SCRATCH)
+
+
+def _remove_scratch(folder: Path) -> None:
+    """Remove the scratch folder and its parent, if that is empty. Never raises."""
+    with suppress(OSError):
+        remove_marked(folder, SCRATCH)
+        folder.parent.rmdir()

@@ -29,7 +29,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
-OVERLAY_NAME = "paceline-diagnose"  # of the mounts that cover the user's folders
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 NO_COLLECTION, THREADS_PAUSED = "no garbage collection", "other threads paused"
@@ -52,7 +51,7 @@ class Rung:
         warm: Optimizer steps at the beginning of each phase that are not measured.
         steps: Optimizer steps of each phase that are measured after them.
         phases: Names of the phases, in order.
-        scratch: Folder for the files that the script writes.
+        scratch: Folder for the checkpoints of ``world.epochs``, which all ranks of a node share.
         losses: Whether to report the mean loss of the measured steps.
         profiles: Whether to profile the operators of ``PROFILED_STEPS`` steps after the last phase,
             which is not ``loader``.

@@ -232,7 +232,7 @@ class RungTotals(TypedDict, total=False):
 
 
 class TensorBytes(TypedDict):
-    """Bytes of a rank's models and optimizers (world/layouts/tensor_bytes.py)."""
+    """Bytes of a rank's models and optimizers (world/layouts/distribution.py)."""
 
     layout: Annotated[str, Meta(max_length=MAX_LAYOUTS_CHARS)]
     parameters: NonNegativeInt

@@ -4,7 +4,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -53,8 +52,6 @@ class Observation:
         self.change_lines: dict[str, list[str]] = {"gradient": [], "parameter": []}
         self.is_over = False
         self.pid = os.getpid()
-        # Entered to write files of paceline, which are not to be redirected.
-        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_end: list[Callable[[], None]] = []
         self._thread = threading.main_thread().ident
 
@@ -106,11 +103,10 @@ class Observation:
             self.add_unseen(f"{hook}: the hook failed ({error})")
         self.facts.ended = ended
         self.facts.sketches = self.rows.array()
-        with self.writing():
-            folder = Path(self.settings.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (self.is_empty and (folder / f"facts-{self.facts.rank}.json").exists()):
-                write_facts(folder, self.facts)
+        folder = Path(self.settings.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (self.is_empty and (folder / f"facts-{self.facts.rank}.json").exists()):
+            write_facts(folder, self.facts)
 
     def guarded(self, hook: str, function: Callable[_P, Any]) -> Callable[_P, Any]:
         """Return a function that observes, so that its exceptions are reported and not raised.

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..experiments.protect_files import FileProtection
+from ..experiments.protect_files import KEPT_FILES_HINT, FileProtection
 from ..experiments.survey_end import SurveyEnd
 from ..ring.launcher_messages import notify, send_to_launcher
 from .exchanges.collectives import Collectives
@@ -58,16 +58,11 @@ class TrainingObserver:
         self._limit: SurveyEnd | None = None
         self.averages = Averages(self.observation, self.models)
         self.tensors = OwnTensors(self.observation, self.models)
-        self._protection: FileProtection | None = None
+        self._protection = FileProtection(self._stop, settings.covered, settings.folder)
 
     def install(self) -> None:
         """Install the hooks. Must follow those of the recorder."""
-        if self.settings.scratch:
-            self._protection = FileProtection(
-                Path(self.settings.scratch), self._stop, self.settings.covered
-            )
-            self._protection.install()
-            self.observation.writing = self._protection.paused
+        self._protection.install()
         self.models.install()
         if self.settings.replays:
             replay = Replay(self.observation, self.steps, self.loaders, self._end)
@@ -127,9 +122,7 @@ class TrainingObserver:
             self._limit = SurveyEnd(Path(self.settings.folder), until_s)
         if count < self.settings.steps:
             return
-        with self.observation.writing():
-            is_over = self._limit.is_over(count, math.inf, count < self.settings.max_steps)
-        if is_over:
+        if self._limit.is_over(count, math.inf, count < self.settings.max_steps):
             self._end()
 
     def script_ended(self) -> None:
@@ -138,14 +131,13 @@ class TrainingObserver:
 
     def _stop(self, why: str) -> NoReturn:
         """End the run because the script is about to change a file of the user."""
-        self.observation.add_unseen(f"the run was stopped: {why}")
+        self.observation.add_unseen(f"the run was stopped: {why}. HINT: {KEPT_FILES_HINT}")
         notify(f"paceline: the run stops: {why}\n")
         self._end()
 
     def _end(self) -> NoReturn:
         """Write the facts, and end this process without exit handlers."""
-        if self._protection is not None:
-            self._protection.is_disabled = True
+        self._protection.is_disabled = True
         self.observation.finish("limit")
         sys.stdout.flush()
         sys.stderr.flush()

@@ -14,7 +14,6 @@ class VerifySettings:
 
     Attributes:
         folder: Folder of the facts, the same for all ranks of a node.
-        scratch: Folder for the files that the script writes.
         covered: Folders of the user that an overlay covers, so that they need no other protection.
         batches: Batches of a pass, at least: longer passes are shortened where that is safe.
         evaluated: Batches of an evaluation, at least, where the loader has a length.
@@ -36,7 +35,6 @@ class VerifySettings:
     """
 
     folder: str
-    scratch: str = ""
     covered: tuple[str, ...] = ()
     batches: int = 6
     evaluated: int = 24

@@ -156,7 +156,7 @@ class Runner(Trials):
             raise OutOfTimeError(self.asked.minutes, trial.load_partial())
         run = trial.load()
         if stopped := trial.stopped(run):
-            raise ValueError(f"Paceline stopped the script: {stopped}. HINT: {_KEPT_FILES}")
+            raise ValueError(stopped)
         failure = trial.failure(run, who)
         if failure is not None:
             raise FailedError(failure.text, failure.steps, failure.short)
@@ -169,8 +169,3 @@ class Runner(Trials):
         rung = replace(rung, scratch=str(scratch), covered=self.covered)
         words = [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
         return words + ["--count-flops"] * count
-
-
-_KEPT_FILES = (
-    "let the script write to another folder; paceline diagnose does not change existing files"
-)

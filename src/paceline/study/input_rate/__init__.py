@@ -3,23 +3,207 @@
 Each term is measured separately, and the prediction is compared with running loaders.
 """
 
+import json
+import os
+import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...data.shards import Shards
+from ...data.loading.batch import SamplePipeline, make_piece
+from ...data.loading.external_transforms import adapt_transform
+from ...data.loading.file_dataset import Files
+from ...data.loading.stored_arrays import StoredArrays
+from ...data.shards import ScratchBuffer, Shards
+from ...data.sources.open_source import import_function
 from ...data.staging.free_space import kind_of
 from ...plurals import counted
 from ...predict.input_rate import Rate, Remedy, Terms, max_hosts, rate, remedies, striping
-from .cpu_cost import from_memory
-from .load_rank import MIN_BATCHES, LoadRankConfig, open_dataset
-from .run_loaders import all_forgotten, measure_rates
-from .sample_files import MIN_SAMPLES, most_of, places, root_of, size_of
-from .storage_rate import from_storage
+from .load_rank import MIN_BATCHES, LoadRankConfig, collate_as_list, open_dataset
+from .sample_files import (
+    MIN_SAMPLES,
+    Place,
+    files_of,
+    most_of,
+    order_of,
+    places,
+    root_of,
+    size_of,
+    together,
+)
+from .storage_rate import drop_from_cache, from_storage
 
 __all__ = ["Advice", "LoadRankConfig", "advise"]
 Say = Callable[[str], None]
+
+
+# Loaders running on all ranks at once, without training, to compare a prediction with.
+
+Running = list["subprocess.Popen[str]"]
+
+
+def measure_rates(feed: LoadRankConfig, data: Any, some: list[Place], state: str) -> float:
+    """Measure the samples per second of all ranks together, from "storage" or "memory"."""
+    stored = state == "storage"
+    cores = shares(feed.ranks)
+    feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
+    if not stored:
+        return measure_run(feeds)
+    return measure_run(feeds, lambda: all_forgotten(data, some))
+
+
+def measure_run(feeds: list[LoadRankConfig], before: Callable[[], object] = lambda: None) -> float:
+    """Run one process per feed; return their samples per second together.
+
+    ``before`` is called when all processes are ready, before the measurement starts.
+    """
+    running = started(feeds)
+    try:
+        before()
+        go(running)
+        found = [json.loads(_line(process) or "{}") for process in running]
+    finally:
+        ended(running)
+    return float(sum(one["samples"] / one["seconds"] for one in found if one.get("samples")))
+
+
+def shares(ranks: int) -> list[tuple[int, ...]]:
+    """Return the CPUs of each rank as a launcher binds them: several each, or one shared."""
+    mine = sorted(os.sched_getaffinity(0))
+    each = max(len(mine) // ranks, 1)
+    return [tuple(mine[rank * each % len(mine) :][:each]) for rank in range(ranks)]
+
+
+def started(feeds: list[LoadRankConfig]) -> Running:
+    """Start the processes and wait for their first batches.
+
+    Raises:
+        ValueError: A process failed.
+    """
+    running: Running = []
+    try:
+        running.extend(
+            subprocess.Popen(feed.words(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for feed in feeds
+        )
+        for process in running:
+            if _line(process) != "ready":
+                raise ValueError("a loading rank has failed; its error is above")
+    except BaseException:
+        ended(running)
+        raise
+    return running
+
+
+def go(running: Running) -> None:
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def ended(running: Running) -> None:
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def all_forgotten(data: Any, some: list[Place]) -> bool:
+    """Drop every file that contains samples from the page cache; return whether that succeeded."""
+    return drop_from_cache([(path, 0, 0) for path in _every_file(data, some)])
+
+
+def _every_file(data: Any, some: list[Place]) -> set[Path]:
+    return {path for path, _, _ in some} | (
+        set() if isinstance(data, Files) else set(files_of(data))
+    )
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# CPU time per sample when the files are in the page cache.
+
+# Maximum threads of the process that measures one loader on all cores, and maximum number of
+# processes that measure the cost per sample while all cores are busy.
+MAX_THREADS = 8
+MANY = 10_000
+
+
+def from_memory(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
+    """Measure the CPU seconds per sample and its parts, and the rate of one process on all cores.
+
+    The cost per sample is that of one core while the other cores are equally busy. It is measured
+    in new processes with loaders as in training, so that state of this process has no effect.
+    """
+    mine = sorted(os.sched_getaffinity(0))
+    alone = replace(feed, rank=0, ranks=1)
+    samples_s = measure_run([replace(alone, threads=min(len(mine), MAX_THREADS))])
+    each = [replace(alone, cores=(core,)) for core in mine[:MAX_THREADS]]
+    core_s = len(each) / measure_run(each)
+    read_s, plain_s, whole_s, first_s = _parts(feed, data)
+    scale = core_s / whole_s
+    return Terms(
+        samples=len(data),
+        bytes=sum(length for _, _, length in some) / len(some) / together(data),
+        cores=len(mine),
+        read_s=scale * read_s,
+        decode_s=scale * (plain_s - read_s),
+        transform_s=scale * (whole_s - plain_s),
+        alone=samples_s,
+        stored_s=scale * first_s,
+        kind=_kind(data),
+        chunk=together(data),
+        decoded=data.array_spec.nbytes if isinstance(data, StoredArrays) else 0.0,
+    )
+
+
+def _kind(data: Any) -> str:
+    kinds = {Files: "files", StoredArrays: "store", Shards: "packed"}
+    return kinds[type(data)]
+
+
+def _parts(feed: LoadRankConfig, data: Any) -> tuple[float, float, float, float]:
+    """Return CPU seconds per sample of one thread, each value including the previous ones.
+
+    The first three are: read; read and decoded; read, decoded and transformed. The fourth is the
+    additional cost of the first pass.
+    """
+    change = import_function(feed.transform, "--transform") if feed.transform else None
+    order, budget = order_of(data, feed), feed.seconds / 3
+    first = plain = _timed(lambda i: data.read(i, _scratch), order, budget)
+    read = plain
+    if isinstance(data, Shards):
+        read = _timed(lambda i: data.read_raw(i, _scratch), order, budget)
+    elif isinstance(data, Files):
+        read = _timed(lambda i: data.location(i)[0].read_bytes(), order, budget)
+    else:
+        read = _timed(lambda i: data.read(i, _scratch), order[:1] * MANY, budget)
+        if data.kept:  # from the second pass on
+            plain = read
+    whole = plain
+    if change is not None:
+        recipe = SamplePipeline(data, adapt_transform(change), collate_as_list, 0, False, False)
+        whole = max(_timed(lambda i: make_piece(recipe, [(0, i)], [], 0), order, budget), plain)
+    return min(read, plain), plain, whole, first - plain
+
+
+_scratch = ScratchBuffer()
+
+
+def _timed(call: Callable[[int], Any], order: list[int], seconds: float) -> float:
+    call(order[0])
+    start, done = time.thread_time(), 0
+    for i in order:
+        call(i)
+        done += 1
+        if time.thread_time() - start > seconds:
+            break
+    return (time.thread_time() - start) / done
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The sequence of measurements of ``paceline check``, as each rank runs it."""
 
 import contextlib
+import datetime
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +17,239 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ...cluster.rank_identity import RankIdentity, rank_identity
 from ...cluster.topology.local_resources import allowed_threads
+from ...cluster.topology.racks import spread_over_switches
 from ...cluster.topology.topology import topology
 from ...cost.machine.dataclass_tree import to_tree
 from ...record.ring.launcher_messages import notify
 from ...record.ring.recorder import Recorder
 from ...world.process_group import gpu_identifier, join_process_group, select_device
-from .groups import Groups
 from .measure import host_facts
 from .measure.arithmetic import arithmetic
+from .measure.collectives import QUICK, SIZES, Members, collectives
 from .measure.import_time import import_torch
+from .measure.link_pairs import EVERY_PAIR, pairs
 from .measure.memory_bandwidth import triad
 from .measure.storage import storage
-from .participants import Participants
-from .summary import Summary
+from .participants import MeasurementResults, Participants, ProbeHost
 
 USUAL = 30.0  # seconds of measuring that the budgets below refer to
 JOIN_SECONDS = 300.0
 PATIENCE = 40.0  # seconds allowed for a step in addition to its planned duration
+
+
+# Results of all steps as one dictionary of plain values, for the launcher.
+#
+# hosts: HostFacts, each with "more", facts that the machine file format has no field for.
+# collectives, pairs: as in cost.machine. unreachable: Hosts that did not answer, each with the
+# reason. notes: Failures and remarks, each with "hosts", "measure" and "text".
+
+# The field of HostFacts that a step measures, where its name differs from the step's.
+FIELDS = {"import torch": "import_torch", "clocks": "clock_offset_s"}
+
+
+class Summary:
+    """Collector of the results of all steps."""
+
+    def __init__(self, hosts: Sequence[ProbeHost], folder: Path | None) -> None:
+        self._hosts: dict[str, dict[str, Any]] = {
+            host.name: {"name": host.name, "more": {"machine": host.machine}} for host in hosts
+        }
+        self._collectives: list[Any] = []
+        self._pairs: list[Any] = []
+        self._notes: list[dict[str, Any]] = []
+        machines: dict[str, list[str]] = {}
+        for host in hosts:
+            machines.setdefault(host.machine, []).append(host.name)
+        for names in machines.values():
+            if len(names) > 1:
+                text = "are on one machine, so each was measured alone, one after the other"
+                self._note(names, "machine", text)
+        if folder is not None and len(machines) > 1:
+            text = f"{folder} was measured from {len(machines)} machines at the same time"
+            self._note(list(self._hosts), "storage", text)
+        if len(hosts) > EVERY_PAIR:
+            text = (
+                f"not all pairs of the {len(hosts)} hosts were measured: neighbours and some others"
+            )
+            self._note(list(self._hosts), "pairs", text)
+
+    def facts(self, results: MeasurementResults) -> None:
+        for name, (found, more) in results.values.items():
+            own = self._hosts[name]
+            self._hosts[name] = {**own, **found, "more": {**own["more"], **more}}
+        self._failed("facts", results)
+        racks = {name: own["more"].get("leaf_switch", "") for name, own in self._hosts.items()}
+        if spread := spread_over_switches(racks):
+            self._note(list(racks), "switches", spread)
+
+    def imports(self, results: MeasurementResults) -> None:
+        for name, found in results.values.items():
+            own = self._hosts[name]
+            own["import_torch"] = found["seconds"]
+            for part in ("busy", "first_s", "first_busy_s", "calls"):
+                own[f"import_torch_{part}"] = found[part]
+            own["more"] |= {"import_torch_calls_by": found["counted_by"]}
+        self._failed("import torch", results)
+
+    def part(self, field: str, results: MeasurementResults) -> None:
+        """Add a step's results that form one list field of HostFacts."""
+        for name, found in results.values.items():
+            self._hosts[name][field] = found
+        self._failed(field, results)
+
+    def offsets(self, results: MeasurementResults) -> None:
+        for found in results.values.values():
+            for name, (offset, uncertainty) in found.items():
+                self._hosts[name]["clock_offset_s"] = offset
+                self._hosts[name]["clock_uncertainty_s"] = uncertainty
+        self._failed("clocks", results)
+
+    def collectives(self, measure: str, results: MeasurementResults) -> None:
+        self._collectives += [one for found in results.values.values() for one in found]
+        self._failed(measure, results)
+
+    def pairs(self, results: MeasurementResults) -> None:
+        self._pairs += [one for found in results.values.values() for one in found]
+        self._failed("links", results)
+
+    def as_json(self, silent: dict[str, str]) -> dict[str, Any]:
+        return {
+            "hosts": list(self._hosts.values()),
+            "collectives": self._collectives,
+            "pairs": self._pairs,
+            "unreachable": silent,
+            "notes": self._notes,
+        }
+
+    def _note(self, hosts: list[str], measure: str, text: str) -> None:
+        self._notes.append({"hosts": hosts, "measure": measure, "text": text})
+
+    def _failed(self, measure: str, results: MeasurementResults) -> None:
+        """Add a note for each reason of failure; hosts with the same reason share one note."""
+        alike: dict[str, list[str]] = {}
+        for name, why in results.errors.items():
+            alike.setdefault(why, []).append(name)
+            own = self._hosts[name]
+            if not measure.startswith(("collectives", "links")):
+                field = FIELDS.get(measure, measure)
+                own["missing"] = {**own.get("missing", {}), field: why}
+        for why, names in alike.items():
+            self._note(names, measure, why)
+
+
+# Groups of ranks that measure links: ranks of one host, leaders of the hosts, all ranks.
+
+# Clock offset of each host relative to the first host.
+#
+# The first host requests each host's time repeatedly and uses the answer with the shortest round
+# trip, which has the smallest uncertainty.
+
+PINGS = 30
+
+# (offset, uncertainty) in seconds
+Offset = tuple[float, float]
+
+
+def offsets(hosts: Sequence[ProbeHost], rank: int, group: Any) -> dict[str, Offset]:
+    """Return each host's offset and uncertainty by name; empty except on the first host's leader.
+
+    The leaders of the other hosts answer. ``group`` is the group of all leaders.
+    """
+    first, *others = hosts
+    if rank != first.leader:
+        for _ in range(PINGS):
+            _answer(first.leader, group)
+        return {}
+    found = {first.name: (0.0, 0.0)}
+    for host in others:
+        found[host.name] = min(
+            (_ask(host.leader, group) for _ in range(PINGS)), key=lambda one: one[1]
+        )
+    return found
+
+
+def _ask(other: int, group: Any) -> Offset:
+    theirs = torch.zeros(1, dtype=torch.float64)
+    sent = time.time()
+    dist.send(theirs, other, group=group)
+    dist.recv(theirs, other, group=group)
+    back = time.time()
+    return float(theirs) - (sent + back) / 2, max(0.0, (back - sent) / 2)
+
+
+def _answer(first: int, group: Any) -> None:
+    mine = torch.zeros(1, dtype=torch.float64)
+    dist.recv(mine, first, group=group)
+    mine[0] = time.time()
+    dist.send(mine, first, group=group)
+
+
+TIMEOUT = 30.0  # seconds after which a collective fails
+
+
+class Groups:
+    """The measurements of links, to be passed to ``Participants.measure``.
+
+    They return lists of cost.machine's dataclasses as plain values.
+
+    Call ``in_host`` and ``all_ranks`` on every rank before the measurements of leaders only:
+    PyTorch derives the name of a new group from its ranks and from the number of groups that a
+    rank already has, and all members must derive the same name.
+    """
+
+    def __init__(self, participants: Participants, seconds: float, quick: bool) -> None:
+        self.participants, self.seconds, self.sizes = (
+            participants,
+            seconds,
+            QUICK if quick else SIZES,
+        )
+        self._made: dict[tuple[int, ...], Members] = {}
+
+    def in_host(self) -> Any:
+        """Measure the collectives in this host; with one rank, only create the group."""
+        return self._collectives(
+            "in host", self.participants.host.ranks, (self.participants.host.name,)
+        )
+
+    def between(self) -> Any:
+        return self._collectives("between hosts", tuple(self.participants.leaders), self._names())
+
+    def all_ranks(self) -> Any:
+        ranks = tuple(rank for host in self.participants.hosts for rank in host.ranks)
+        return self._collectives("all", ranks, self._names())
+
+    def pairs(self) -> Any:
+        members = self._members(tuple(self.participants.leaders))
+        return to_tree(
+            pairs(self.participants.hosts, self.participants.rank, members.group, members.device)
+        )
+
+    def offsets(self) -> Any:
+        members = self._members(tuple(self.participants.leaders))
+        return offsets(self.participants.hosts, self.participants.rank, members.group)
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(host.name for host in self.participants.hosts)
+
+    def _collectives(self, name: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> Any:
+        members = self._members(ranks)
+        if len(ranks) == 1:
+            return []
+        found = collectives(members, name, hosts, self.seconds, self.sizes)
+        return to_tree(found) if self.participants.rank == ranks[0] else []
+
+    def _members(self, ranks: tuple[int, ...]) -> Members:
+        """Return the group. Only its members create it: other hosts may no longer answer."""
+        if ranks not in self._made:
+            group = dist.new_group(
+                list(ranks),
+                timeout=datetime.timedelta(seconds=TIMEOUT),
+                use_local_synchronization=True,
+            )
+            gpus = all(host.gpus for host in self.participants.hosts)
+            device = torch.device("cuda", torch.cuda.current_device()) if gpus else "cpu"
+            self._made[ranks] = Members(group, len(ranks), torch.device(device))
+        return self._made[ranks]
 
 
 def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | None:
@@ -43,7 +261,7 @@ def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | 
         quick: Measure fewer sizes, and ``import torch`` only once.
 
     Returns:
-        The summary (see summary.py) on rank 0, None on other ranks.
+        The summary on rank 0, None on other ranks.
 
     Raises:
         HostDropped: This host was too slow, and the other hosts continue without it.

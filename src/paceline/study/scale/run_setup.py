@@ -1,17 +1,29 @@
 """One run of a scaling study: a setup of ranks and batch, from the trial to its figures on disk."""
 
 import math
+import os
+import resource
+import statistics
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from ...analyze.records.load_run import Run
+from ...analyze.records.state_timeline import find_window
+from ...analyze.reference.goal import Goal, parse_goal
+from ...analyze.reference.reference_file import RECORD_FILE, read_reference
+from ...analyze.reference.series import Series
 from ...analyze.scaling.runs.figures_of_run import TooShortError, figures_of_run, recorded_batch
 from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER, write_run
 from ...analyze.scaling.study_model import (
     KNOB,
     SHARD,
     TEMPLATE,
+    EnergyReading,
     MachineState,
     RunFigures,
     Setup,
@@ -21,28 +33,242 @@ from ...analyze.scaling.study_model import (
     layout_over,
 )
 from ...cluster.energy.meter import EnergyMeter
+from ...cluster.topology.local_resources import allowed_threads, parse_ranges
 from ...knobs.layouts.requested import NAME as LAYOUT_KNOB
 from ...knobs.loading.batch import NAME as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
+from ...record.ring.recorder import clock_id
+from ...record.ring.states import State
+from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ..trials import InterruptedTrialError, Trial, Trials, TrialSpec
-from .energy import measured_energy
-from .machine_watch import MachineWatch
+from .daemon_processes import DaemonProcesses
 from .places import Place
 from .plan import SEED, filled_in, uses_template
 from .run_folders import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
-from .target_runs import target_options, target_result
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
 NO_BATCH_HINT = (
     "HINT: put the batch into the script's arguments: --batch-size {per_rank}, or {global} for the "
     "batch of all ranks"
 )
-
 NO_SAMPLES = (
     "the record has no samples, so the batch can't be checked. HINT: read the batches of the "
     "training from a DataLoader, or with world.batches"
 )
+
+
+# Runs of a scaling study that train until a target (``paceline scale --until``).
+
+NS = 1e-9
+
+
+def target_options(request: StudyRequest, seed: int) -> list[str]:
+    """Return the options of ``paceline run`` for a run with this seed; none without a target.
+
+    The launcher ends the run when the target is reached. A script without {seed} in its arguments
+    gets another seed by ``PACELINE_SEED_SHIFT``.
+    """
+    if not request.until:
+        return []
+    metric = request.metric or parse_goal(request.until).name
+    words = ["--metric", metric, "--until", request.until]
+    if not any(SEED in word for word in request.args):
+        words += ["--env", f"{SEED_SHIFT}={seed}"]
+    return words
+
+
+def target_result(
+    request: StudyRequest, record: Path, run: Run | None, setup: Setup
+) -> TargetResult | None:
+    """Return how a run ended; None without a target.
+
+    Args:
+        record: Folder of the record, which also holds the values of the metric.
+        run: The record; None if it can't be read.
+        setup: Its global batch counts the samples if the job did not.
+
+    Raises:
+        ValueError: The values can't be read.
+    """
+    if not request.until:
+        return None
+    goal = parse_goal(request.until, request.metric or None)
+    ends = _step_ends(run)
+    last = max(ends, default=0)
+    samples, seconds = last * setup.global_batch, ends.get(last, 0.0)
+    missed = TargetResult(str(goal), False, None, last, samples, seconds)
+    if not (record / RECORD_FILE).exists():
+        return missed
+    return _from_values(goal, read_reference(record).runs[0], missed, ends, setup)
+
+
+def _from_values(
+    goal: Goal, values: Series, missed: TargetResult, ends: dict[int, float], setup: Setup
+) -> TargetResult:
+    rate = values.peak_rate if math.isfinite(values.peak_rate) else None
+    best = goal.best(float(value) for value in values.values)
+    missed = replace(missed, best=best, learning_rate=rate)
+    reached = [at for at, value in enumerate(values.values) if goal.is_reached(float(value))]
+    if not reached:
+        return missed
+    at = reached[0]
+    step = int(values.steps[at])
+    counted = values.samples[at]
+    samples = int(counted) if np.isfinite(counted) and counted > 0 else step * setup.global_batch
+    seconds = ends.get(step, missed.seconds)
+    return replace(missed, reached=True, steps=step, samples=samples, seconds=seconds)
+
+
+def _step_ends(run: Run | None) -> dict[int, float]:
+    """Return when each step of the first rank ended, in s from the start of its first step."""
+    if run is None or not run.records:
+        return {}
+    first = min(run.records, key=lambda record: record.rank)
+    events = first.events_in(State.STEP)
+    if not len(events):
+        return {}
+    start = int(events["start"].min())
+    return {int(row["step"]): (int(row["end"]) - start) * NS for row in events}
+
+
+# Watch the machine during a run: clock frequency of its cores, and the load of other processes.
+
+INTERVAL_S = 0.5
+CPUS = Path("/sys/devices/system/cpu")
+STAT = Path("/proc/stat")
+IDLE_COLUMNS = (4, 5)  # of the line "cpuN user nice system idle iowait ..."
+
+
+class MachineWatch:
+    """Samples the clock of this process's cores in a thread, from ``start`` to ``stop``.
+
+    The load of others is the processor time of these cores less that of this process's children
+    that have ended, and less that of ranks that a daemon has started.
+
+    Args:
+        by_daemon: Whether a daemon of the scheduler starts the ranks.
+    """
+
+    def __init__(self, by_daemon: bool = False, cpus: Path = CPUS, stat: Path = STAT) -> None:
+        self._cores, self._cpus, self._stat = allowed_threads(), cpus, stat
+        self._daemon_processes = DaemonProcesses() if by_daemon else None
+        self._samples: list[float] = []
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._before = self._busy_s(), _children_s(), time.monotonic()
+        self._thread = threading.Thread(target=self._sample, name="machine watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> MachineState:
+        """Return what was seen since ``start``."""
+        self._over.set()
+        self._thread.join()
+        busy, children, seconds = self._busy_s(), _children_s(), time.monotonic()
+        daemon = self._daemon_processes
+        if daemon is not None:
+            daemon.sample()
+        notes: list[str] = []
+        other = None
+        if busy is None or self._before[0] is None:
+            notes.append(f"the load of other processes can't be read from {self._stat}")
+        elif daemon is not None and not daemon.found:
+            notes.append(
+                "the load of other processes is not known: the scheduler starts the ranks, and "
+                "their processes can't be told from others"
+            )
+        else:
+            length = max(seconds - self._before[2], 1e-9)
+            ours = children - self._before[1] + (daemon.seconds if daemon is not None else 0.0)
+            other = max((busy - self._before[0] - ours) / length, 0.0)
+        if not self._samples:
+            notes.append(f"the clock frequency can't be read: no cpufreq in {self._cpus}")
+            return MachineState(None, None, other, notes)
+        mean, low = statistics.fmean(self._samples), min(self._samples)
+        return MachineState(mean, low, other, notes)
+
+    def _sample(self) -> None:
+        while not self._over.wait(INTERVAL_S):
+            if self._daemon_processes is not None:
+                self._daemon_processes.sample()
+            found = [one for core in self._cores if (one := self._mhz(core)) is not None]
+            if found:
+                self._samples.append(statistics.fmean(found))
+
+    def _mhz(self, core: int) -> float | None:
+        try:
+            text = (self._cpus / f"cpu{core}/cpufreq/scaling_cur_freq").read_text()
+            return int(text) / 1000
+        except (OSError, ValueError):
+            return None
+
+    def _busy_s(self) -> float | None:
+        """Return the processor time of this process's cores, in s; None if it can't be read."""
+        names = {f"cpu{core}" for core in self._cores}
+        ticks = 0
+        try:
+            for line in self._stat.read_text().splitlines():
+                words = line.split()
+                if words and words[0] in names:
+                    numbers = [int(word) for word in words[1:9]]
+                    ticks += sum(n for i, n in enumerate(numbers, 1) if i not in IDLE_COLUMNS)
+        except (OSError, ValueError):
+            return None
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime + own.ru_utime + own.ru_stime
+
+
+# Energy of the measured steps of a run, from the counters of the launcher's node.
+
+SEVERAL_NODES = (
+    "the energy of a run on several nodes is not measured: each node reads only its own counters"
+)
+OTHER_NODE = (
+    "the energy is not measured: the ranks ran on another node than paceline scale, which reads "
+    "only its own counters"
+)
+
+
+def measured_energy(
+    meter: EnergyMeter, run: Run, figures: RunFigures, hosts: int
+) -> tuple[list[EnergyReading], list[str]]:
+    """Return the energy of the measured steps, and what could not be read.
+
+    The job is charged for the cores that its ranks may use. A counter that is part of another one
+    is left out.
+    """
+    steps = figures.first_step, figures.first_step + len(figures.step_s)
+    window = find_window(run.records, steps) if hosts == 1 else None
+    if hosts > 1:
+        return [], [SEVERAL_NODES]
+    if any(record.meta.get("clock") != clock_id() for record in run.records):
+        return [], [OTHER_NODE]
+    if window is None:
+        return [], meter.notes
+    start, end = window.start / 1e9, window.end / 1e9
+    readings = [
+        EnergyReading(one.source, one.between(start, end), one.is_estimate, one.how)
+        for one in meter.charged(_cores(figures))
+        if not one.within
+    ]
+    return readings, meter.notes
+
+
+def _cores(figures: RunFigures) -> Sequence[int] | None:
+    """Return the cores of all ranks; None if they are unknown."""
+    found: set[int] = set()
+    for one in figures.placement:
+        if one.cores is None:
+            return None
+        found.update(parse_ranges(one.cores))
+    return sorted(found) or None
 
 
 class TimeOverError(Exception):
@@ -200,7 +426,7 @@ class SetupRunner:
         except (ValueError, OSError) as error:
             return SetupResult(replace(run, failure=f"the record can't be read: {error}"))
         if stopped := trial.stopped(record):
-            return SetupResult(replace(run, failure=f"Paceline stopped the script: {stopped}"))
+            return SetupResult(replace(run, failure=stopped))
         if trial.code is None and plan.steps:
             return SetupResult(replace(run, failure=f"it took longer than {plan.limit_s:.0f} s"))
         failure = trial.failure(record, who)

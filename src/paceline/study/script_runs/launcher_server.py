@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ...security.processes import python_command
-from . import overlay
 
 MAX_MESSAGE_BYTES = 100_000  # of the socket; longer requests are in a file
 END_TIMEOUT_S = 20.0
@@ -150,7 +149,7 @@ class Launcher:
     Args:
         server: The server, of this module's program.
         number: Number of the command, in this server.
-        words: ``python_command("-m", ...)``, also behind the command of an overlay.
+        words: ``python_command("-m", ...)``.
         log: File of its output.
     """
 
@@ -304,11 +303,8 @@ def become_launcher(output: str, folder: str) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """Run ``python_command("-m", MODULE, ...)`` in this process, below its overlay."""
+    """Run ``python_command("-m", MODULE, ...)`` in this process."""
     first = python_command("-m")
-    while words[: len(first) + 1] == [*first, overlay.__name__]:
-        overlay.enter(words[len(first) + 1])
-        words = words[len(first) + 2 :]
     assert words[: len(first)] == first
     sys.argv = words[len(first) :]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -39,6 +39,7 @@ from .outcomes import (
     gather,
     good_attempts,
     missing_metric,
+    summary_facts,
     values_of,
 )
 from .searches.search import (
@@ -52,7 +53,6 @@ from .searches.search import (
 )
 from .study_view import best_numbers, study_view, trial_row
 from .trial_folder import Attempt, TrialFolder
-from .trial_losses import summary_facts
 from .trial_server import TrialServer, TrialStart
 
 # Between two looks at the reports of the trials: not more often than a shared file system bears.

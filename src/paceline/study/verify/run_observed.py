@@ -115,15 +115,13 @@ class ObservedRuns(Trials):
             RunFailedError: The script failed, or its time was over.
             ValueError: Not all nodes share the folder of the runs.
         """
-        folder, files = self.folder / name, self.folder / "files" / (files_of or name)
+        folder = self.folder / name
         if not self.deadline.left_s:
             raise RunFailedError("the time was over before this run", "no time left")
         folder.mkdir()
-        files.mkdir(parents=True, exist_ok=True)
         settings = replace(
             settings,
             folder=str(folder),
-            scratch=str(files / "scratch"),
             covered=self.covered,
             token=write_token(folder),
         )
@@ -134,7 +132,7 @@ class ObservedRuns(Trials):
             ["--env", f"{VARIABLE}={settings.to_json()}"],
             ranks=ranks,
             where=None if ranks is None else on_first_host(self.asked.where, ranks),
-            changes=files / "overlay",
+            changes=files_of or name,
             limit_s=limit_s,
         )
         self._announce(what)
@@ -157,7 +155,7 @@ class ObservedRuns(Trials):
     def clear(self, name: str) -> None:
         """Remove what a failed run has left."""
         self.remove(self.folder / name)
-        self.remove(self.folder / "files" / name)
+        self.remove_changes(name)
 
 
 def _modules(asked: ScriptRequest) -> list[str]:

@@ -2,19 +2,22 @@
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.rehearsal.install import is_rehearsed
 from ...comm.shared.memory import sharing_domain
-from ...cost.layout import Layout
+from ...cost.layout import HOST, Layout
+from ...knobs.layouts.requested import requested_layout
 from ...optim.norms import convert_norms
+from ...optim.whole_norms import local_part
 from ...parallel.clipping import refuse_local_norms
 from ...parallel.deferred import deferred
 from ...parallel.distribute import distribute_model, strategies_for
@@ -22,31 +25,226 @@ from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup, ScriptLimits
 from ...parallel.mesh import Mesh
 from ...parallel.offload import check_offload, offload_states
+from ...parallel.pipeline.strategy import PIPELINE_OPTIONS
 from ...parallel.placement import check_accumulate
 from ...parallel.recompute.recomputation import blocks_to_recompute, recompute_blocks
+from ...parallel.sharded.layouts import FULLY_SHARD_OPTIONS
 from ...parallel.strategy.distributed_model import DistributedModel
+from ...parallel.strategy.layout_arguments import parse_layout, with_arguments
 from ...parallel.strategy.model_state import WholeModel
+from ...parallel.strategy.parallel_strategy import DistributionRequest
 from ...plurals import counted
 from ...record.rank_places import set_places
-from ...record.ring.header_schema import MAX_LAYOUT_CHARS
+from ...record.ring.header_schema import MAX_LAYOUT_CHARS, MAX_LAYOUTS_CHARS
 from ...record.ring.memory_sampler import MemorySampler
 from ...record.ring.recorder import Recorder, now
 from ..collectives import Collectives
 from ..loops.training_loops import TrainingLoops
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
-from ..training_state import TrainingState
-from .arguments import LayoutArguments, check_norm, check_ranks
+from ..training_state import TrainingState, random_states, set_random_states
 from .automatic import MemoryOptions, layout_problems, resolve_automatic
-from .random_states import share_random_states
 from .sample_parts import SampleParts
-from .tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
     from ...parallel.memory.survey import MemorySurvey
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, which is returned
+
+
+# Bytes of a rank's models and optimizers, for the record at the end of a run.
+
+_CPU = torch.device("cpu")
+
+
+def tensor_bytes(
+    models: Sequence[DistributedModel],
+    optimizers: Sequence[Optimizer],
+    layouts: Iterable[str],
+    predicted_peak: int | None,
+    device: torch.device = _CPU,
+) -> dict[str, Any]:
+    """Return the header field ``tensors``.
+
+    Args:
+        layouts: The layouts of the models.
+        predicted_peak: Bytes; None if no layout was predicted.
+        device: Where the rank computes. What lies in the host's memory instead is counted apart.
+    """
+    parameters = {p for model in models for p in model.parameters().values()}
+    of_optimizers = [state for o in optimizers for state in o.state.values()]
+    states = [s for state in of_optimizers if isinstance(state, dict) for s in state.values()]
+    tensors: dict[str, Collection[torch.Tensor]] = {
+        "parameters": parameters,
+        "buffers": {b for model in models for b in model.module.buffers()},
+        "gradients": {p for p in parameters if p.requires_grad},
+        "optimizer_states": [s for s in states if isinstance(s, torch.Tensor)],
+    }
+    found: dict[str, Any] = {"layout": ", ".join(sorted(set(layouts)))[:MAX_LAYOUTS_CHARS]}
+    found |= {name: _nbytes(of, device.type) for name, of in tensors.items()}
+    if device.type != "cpu":
+        # a state without dimensions, such as the number of steps, is on the host in any case
+        offloaded = sum(_nbytes([t for t in of if t.dim()], "cpu") for of in tensors.values())
+        found |= {"offloaded": offloaded} if offloaded else {}
+    if predicted_peak is not None:
+        found["predicted_peak"] = predicted_peak
+    if torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        found["device_peak"] = max(map(torch.cuda.max_memory_allocated, devices))
+    return found
+
+
+def _nbytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
+    """Return the bytes of this rank's parts that lie on a type of device."""
+    parts = map(local_part, tensors)
+    return sum(part.nbytes for part in parts if part.device.type == device_type)
+
+
+# One stream of random numbers for each data rank.
+#
+# Ranks that share samples draw the same numbers from the global generators, and data ranks
+# different ones. Data rank d continues with the generators of rank d, which are those that it
+# would have in a run with data ranks only.
+
+_Numpy = tuple[list[int], int, int, float]  # key, position, and the second normal number
+_States = tuple[bytes, tuple[int, list[int], float | None], _Numpy | None, bytes | None]
+
+
+def share_random_states(mesh: Mesh) -> None:
+    """Give this rank the random states of its data rank. Collective."""
+    found = all_gather_objects(_packed(random_states()), _States)
+    set_random_states(_unpacked(found[mesh.data_rank]))
+
+
+def _packed(states: dict[str, Any]) -> Any:
+    version, numbers, gauss = states["python"]
+    legacy = states.get("numpy")
+    packed = None
+    if legacy is not None:
+        inner = legacy["state"]
+        packed = (inner["key"].tolist(), inner["pos"], legacy["has_gauss"], legacy["gauss"])
+    cuda = states["cuda"].numpy().tobytes() if "cuda" in states else None
+    return states["torch"].numpy().tobytes(), (version, list(numbers), gauss), packed, cuda
+
+
+def _unpacked(packed: Any) -> dict[str, Any]:
+    on_cpu, (version, numbers, gauss), legacy, cuda = packed
+    states: dict[str, Any] = {"torch": _bytes(on_cpu), "python": (version, tuple(numbers), gauss)}
+    if legacy is not None:
+        import numpy as np
+
+        key, position, has_gauss, second = legacy
+        states["numpy"] = {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": second,
+        }
+    if cuda is not None:
+        states["cuda"] = _bytes(cuda)
+    return states
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# The arguments of ``world.distribute`` that say how a model is divided.
+
+
+@dataclass(frozen=True)
+class LayoutArguments:
+    """The arguments as the script gives them.
+
+    Attributes:
+        device: The device on which the rank computes.
+        compare: Whether operations on parts are compared with whole ones.
+    """
+
+    layout: str | Layout
+    mesh: Mesh
+    device: torch.device
+    blocks: Sequence[str] | None
+    shard_over: str
+    offload: str | None
+    recompute: str | None
+    memory_budget: float | None
+    options: dict[str, Any]
+    compare: bool = True
+
+    def of_settings(self) -> "LayoutArguments":
+        """Return the arguments with the layout of the settings (``paceline run --settings``).
+
+        What it does not have of the script's arguments is left out.
+        """
+        requested = requested_layout()
+        if requested is None:
+            return self
+        shards = bool(requested.zero)
+        kind = "shards" if shards else "pipeline" if requested.pp != 1 else "replicas"
+        has = [name for name in self.options if _kind_of_option(name) == kind]
+        return replace(
+            self,
+            layout=requested,
+            blocks=self.blocks if shards else None,
+            shard_over="job",
+            offload=None,
+            recompute=None,
+            memory_budget=self.memory_budget if requested.recompute == "auto" else None,
+            options={name: self.options[name] for name in has},
+        )
+
+    @property
+    def known(self) -> Layout | None:
+        """The layout with all arguments; None for "auto"."""
+        layout = parse_layout(self.layout)
+        return None if layout is None else self.merged(layout)
+
+    def merged(self, layout: Layout) -> Layout:
+        """Return a layout with the script's other arguments."""
+        return with_arguments(layout, self.shard_over, self.offload, self.recompute)
+
+    def request(self, layout: Layout) -> DistributionRequest:
+        """Return how the model would be distributed in a layout."""
+        merged = self.merged(layout)
+        about = (self.mesh, self.device, self.blocks, self.options)
+        return DistributionRequest(merged, *about, compare=self.compare)
+
+    def check(self, layout: Layout, setup: ModelSetup) -> None:
+        """Raise ValueError where the model or an argument does not fit a layout."""
+        for strategy in strategies_for(self.request(layout)):
+            strategy.check(setup.model, setup.optimizer)
+
+    @property
+    def is_per_node(self) -> bool:
+        """Whether each node holds a replica."""
+        known = self.known
+        return self.shard_over == HOST or (known is not None and known.shards == HOST)
+
+
+def _kind_of_option(name: str) -> str:
+    """Return which layouts have an option."""
+    if name in PIPELINE_OPTIONS:
+        return "pipeline"
+    return "shards" if name in FULLY_SHARD_OPTIONS else "replicas"
+
+
+def check_ranks(layout: Layout, ranks: int) -> None:
+    """Raise ValueError for a layout that does not fit the number of ranks."""
+    try:
+        layout.over(ranks)
+    except ValueError as error:
+        raise ValueError(f"world.distribute: {error}") from None
+
+
+def check_norm(layout: Layout, norm: str) -> None:
+    """Raise ValueError for a batch normalization that a layout does not support."""
+    if norm == "sync" and layout.divided_axes:
+        raise ValueError(
+            f"world.distribute: norm='sync' is not implemented together with "
+            f"{layout.divided_axes[0]} yet. HINT: norm='local'"
+        )
 
 
 class ModelDistribution(SampleParts):

@@ -120,10 +120,9 @@ class Draws:
 
     def _write(self, facts: list[DrawFacts]) -> None:
         path = self._folder / f"draws-{self._observation.pid}-{os.getpid()}.jsonl"
-        with self._observation.writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.writelines(json.dumps(asdict(one)) + "\n" for one in facts)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(asdict(one)) + "\n" for one in facts)
 
     def _read_workers(self) -> None:
         """Add what the workers have written, and lines that were found after the first draws."""

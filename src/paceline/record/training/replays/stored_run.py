@@ -66,14 +66,13 @@ class StoredRun:
         self._write(self._folder / INITIAL / f"{model.facts.key}-{rank}.pt", state)
 
     def _write(self, path: Path, content: Any) -> None:
-        with self._observation.writing():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (
-                Folder.make(path.parent, exist_ok=True) as folder,
-                folder.replacing(path.name) as new,
-                open(new.fd, "wb", closefd=False) as file,
-            ):
-                _save(content, file)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (
+            Folder.make(path.parent, exist_ok=True) as folder,
+            folder.replacing(path.name) as new,
+            open(new.fd, "wb", closefd=False) as file,
+        ):
+            _save(content, file)
 
 
 def batch_path(folder: Path, place: tuple[int, int, int], rank: int) -> Path:
