@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...security.text import printable
 from .command import STDOUT, json_output
-from .options import can_be_written
+from .options import Json, can_be_written
+from .study_outputs import FILES, HtmlFile
 
 if TYPE_CHECKING:
     from ...report.tuning.tuning_view import TuningView
@@ -17,13 +18,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuningOutputs:
-    """What the user asked for. Attributes: values of the options of the same names."""
+    """What the user asked for."""
 
-    json: Path | None = None
-    csv: Path | None = None
-    best: Path | None = None
-    html: Path | None = None
-    tensorboard: Path | None = None
+    json: Json = None
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the parameters of the best trial to this file (TOML).",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write all trials to this file: one line for each.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    html: HtmlFile = None
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the trials into this folder for TensorBoard's HParams. Needs the package "
+            "tensorboard.",
+            metavar="DIR",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
 
     def check(self) -> None:
         """Check that the files can be written, before trials that take hours.
