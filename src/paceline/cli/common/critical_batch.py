@@ -151,23 +151,21 @@ def _say(text: str) -> None:
 def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
     """Judge a measurement, print it, and write its files. Raises ValueError."""
     from ...analyze.scaling.critical.judgement import judge
+    from ...report.scaling import critical_report as report
+    from ...report.terminal.draw import print_panel
 
     found = judge(stored)
+    document = report.critical_document(stored, found)
     said = []
     if outputs.html is not None:
-        from ...report.page.critical_page import critical_page
-        from ...report.page.write_page import save
+        from ...report.page.write_page import document_page, save
 
-        said.append(save(critical_page(stored, found), outputs.html))
+        data = report.critical_charts(stored, found)
+        said.append(save(document_page(document, data), outputs.html))
     if outputs.json is not None:
-        from ...report.scaling.critical_report import critical_json
-
         with json_output(outputs.json):
-            typer.echo(critical_json(stored, found), nl=False)
+            typer.echo(report.critical_json(stored, found), nl=False)
     else:
-        from ...report.console import PlainConsole, output_width
-        from ...report.terminal.scaling.critical_table import critical_panel
-
-        PlainConsole(width=output_width()).print(critical_panel(stored, found))
+        print_panel(lambda _: document)
     for line in said:
         typer.echo(line, err=outputs.json == STDOUT)

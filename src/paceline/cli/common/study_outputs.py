@@ -118,11 +118,10 @@ class StudyOutputs:
             with json_output(self.json):
                 typer.echo(study_json(study, findings), nl=False)
         else:
-            from ...report.console import PlainConsole, output_width
-            from ...report.terminal.scaling.study_table import study_panel
+            from ...report.scaling.study_document import study_document
+            from ...report.terminal.draw import print_panel
 
-            console = PlainConsole(width=output_width())
-            console.print(study_panel(study, findings, console.width))
+            print_panel(lambda width: study_document(study, findings, width))
         for said in written:
             typer.echo(said, err=self.json == STDOUT)
 
@@ -136,10 +135,13 @@ class StudyOutputs:
 
         said = []
         if self.html is not None:
-            from ...report.page.study_page import study_page
-            from ...report.page.write_page import save
+            from ...report.page.write_page import document_page, save
+            from ...report.scaling.study_charts import study_charts
+            from ...report.scaling.study_document import WIDE, study_document
 
-            said.append(save(study_page(study, findings), self.html))
+            data = study_charts(study, findings)
+            page = document_page(study_document(study, findings, WIDE), data)
+            said.append(save(page, self.html))
         texts: list[tuple[Path | None, str, Callable[[Path], str]]] = [
             (self.csv, "figures of all sizes", lambda _: csv_text(study)),
             (self.svg, "speed-up and efficiency", lambda _: svg_text(study, findings)),
@@ -165,21 +167,21 @@ OUTPUTS = tuple(one.name for one in fields(StudyOutputs))  # parameters of the c
 
 def print_comparison(found: "StudyComparison", json: Path | None, html: Path | None = None) -> None:
     """Print the comparison of two studies, or write it as JSON, and write its page."""
+    from ...report.scaling import study_comparison as report
+
+    document = report.comparison_document(found)
     if html is not None:
-        from ...report.page.study_comparison import comparison_page
-        from ...report.page.write_page import save
+        from ...report.page.write_page import document_page, save
 
-        typer.echo(save(comparison_page(found), html), err=json == STDOUT)
+        data = report.comparison_charts(found)
+        typer.echo(save(document_page(document, data), html), err=json == STDOUT)
     if json is not None:
-        from ...report.scaling.comparison_json import comparison_json
-
         with json_output(json):
-            typer.echo(comparison_json(found), nl=False)
+            typer.echo(report.comparison_json(found), nl=False)
         return
-    from ...report.console import PlainConsole, output_width
-    from ...report.terminal.scaling.compare_table import comparison_panel
+    from ...report.terminal.draw import print_panel
 
-    PlainConsole(width=output_width()).print(comparison_panel(found))
+    print_panel(lambda _: document)
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,8 +10,9 @@ from ....analyze.scaling.study_model import ScalingStudy, Setup, StudyRun
 from ....plurals import ordinal
 from ...numbers import amount, counted, duration, elapsed
 from ...scaling.findings import Findings
+from ...scaling.study_document import study_document
+from ..draw import draw_panel
 from ..live_table import LiveTable
-from .study_table import study_panel
 
 
 class StudyDisplay(LiveTable, StudyListener):
@@ -57,8 +58,8 @@ class StudyDisplay(LiveTable, StudyListener):
         if self._study is None or self._console is None:
             return Text("")
         running = list(self._running)
-        table = study_panel(self._study, Findings(), self._console.width, running)
-        return Group(table, Text(self.status_line(time.monotonic())))
+        document = study_document(self._study, Findings(), self._console.width, running)
+        return Group(draw_panel(document), Text(self.status_line(time.monotonic())))
 
     def status_line(self, now: float) -> str:
         """Return what runs, for how long, and what follows."""
