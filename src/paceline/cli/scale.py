@@ -270,7 +270,7 @@ def scale(context: typer.Context, options: ScaleOptions) -> None:
     writes goes to a scratch folder.
     """
     from ..analyze.scaling.study_folder import read_study
-    from ..report.terminal.scaling.live_study import StudyDisplay
+    from ..report.terminal.live_studies import StudyDisplay
     from ..study.scale.jobs import has_jobs
     from ..study.scale.run_study import run_study
 

@@ -82,7 +82,7 @@ def tune(
     it runs. The trials' output and checkpoints are in STUDY.trials. Ctrl-C ends the trials; after
     it, or after kill -9, --continue goes on.
     """
-    from ..report.terminal.tuning.live_tuning import TuneDisplay
+    from ..report.terminal.live_studies import TuneDisplay
     from ..study.tune.tune import TuneOptions, show_study
     from ..study.tune.tune import tune as run_tune
 

@@ -18,7 +18,7 @@ from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit, f
 from paceline.report.scaling.study_document import study_document
 from paceline.report.scaling.study_sentences import fit_sentence, prediction_sentence
 from paceline.report.terminal.draw import draw_panel
-from paceline.report.terminal.scaling.live_study import StudyDisplay, run_sentence
+from paceline.report.terminal.live_studies import StudyDisplay, run_sentence
 from studies import make_study, predicted, reach
 
 
@@ -139,7 +139,7 @@ LIVE = """
 import time
 from studies import make_study
 from paceline.analyze.scaling.study_events import Progress
-from paceline.report.terminal.scaling.live_study import StudyDisplay
+from paceline.report.terminal.live_studies import StudyDisplay
 study = make_study((1, 2), ("strong",))
 with StudyDisplay() as display:
     display.study_started(study, Progress(left_s=60.0))

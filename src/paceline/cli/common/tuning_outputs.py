@@ -106,10 +106,10 @@ class TuningOutputs:
             with json_output(self.json):
                 typer.echo(json_text(view), nl=False)
             return
-        from ...report.console import PlainConsole, output_width
-        from ...report.terminal.tuning.tuning_table import tuning_panel
+        from ...report.terminal.draw import print_panel
+        from ...report.tuning.tuning_document import tuning_document
 
-        PlainConsole(width=output_width()).print(tuning_panel(view))
+        print_panel(lambda _: tuning_document(view))
 
 
 def _write_csv(view: "TuningView", path: Path) -> str:
@@ -129,10 +129,13 @@ def _write_best(view: "TuningView", path: Path) -> str:
 
 
 def _write_page(view: "TuningView", path: Path) -> str:
-    from ...report.page.tuning_page import tuning_page
-    from ...report.page.write_page import save
+    from ...report.page.write_page import document_page, save
+    from ...report.tuning.tuning_charts import tuning_charts
+    from ...report.tuning.tuning_document import tuning_document
 
-    return save(tuning_page(view), path)
+    charts = tuning_charts(view)
+    data = {"states": [], "tuning": charts}
+    return save(document_page(tuning_document(view, charts), data), path)
 
 
 def _write_hparams(view: "TuningView", path: Path) -> str:
