@@ -7,6 +7,8 @@ A part says where its value is in the JSON of the report, so that the page can b
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..analyze.figures.report import Report
+
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 NOT_KNOWN = "\N{EN DASH}"  # in place of a value
 BOTH, PAGE, TERMINAL = "", "page", "terminal"  # where a block is shown
@@ -134,7 +136,16 @@ class Legend:
     where: str = PAGE
 
 
-Block = Table | Heading | Line | Bullets | Chart | Charts | Legend
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes, bindings and versions of the ranks of a run. ``path``: of its report in the JSON."""
+
+    report: Report
+    path: str
+    where: str = PAGE
+
+
+Block = Table | Heading | Line | Bullets | Chart | Charts | Legend | Nodes
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from markupsafe import Markup
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
 from ...version import __version__
-from ..document import PAGE, Document, parts_of
+from ..document import GOOD_EFFICIENCY, PAGE, Document, parts_of
 from ..numbers import amount, counted, duration, figure, percent, size
-from ..terminal.run_report import GOOD_EFFICIENCY
 from .definitions import DEFINITIONS
 
 ASSETS = Path(__file__).parent / "assets"

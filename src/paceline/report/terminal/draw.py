@@ -55,10 +55,12 @@ def print_panel(make: Callable[[int], Document]) -> None:
 
 def draw_document(document: Document) -> list[RenderableType]:
     """Return the blocks of a document, with an empty line between the sections."""
-    drawn: list[RenderableType] = [_text(one) for one in document.about]
+    about = [_text(one) for one in document.about]
+    drawn: list[RenderableType] = [line for line in about if line.plain]
     for section, blocks in document.parts(TERMINAL):
         drawn += [RichText()] if drawn else []
-        drawn += [_text(section.heading, STRONG)] if section.heading else []
+        heading = _text(section.heading, STRONG)
+        drawn += [heading] if heading.plain else []
         drawn += draw(blocks)
     return drawn
 
