@@ -112,19 +112,25 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a page, drawn by charts.js. ``label`` describes it for screen readers."""
+    """A chart of a page, drawn by charts.js.
+
+    Attributes:
+        label: Description for screen readers.
+        title: Heading above it, beside other charts; or "".
+    """
 
     name: str
     caption: str
     label: str
+    title: str = ""
     where: str = PAGE
 
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side, each with a heading or ""."""
+    """Charts side by side."""
 
-    charts: Sequence[tuple[str, Chart]]
+    charts: Sequence[Chart]
     where: str = PAGE
 
 

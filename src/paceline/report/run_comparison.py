@@ -23,35 +23,7 @@ from ..analyze.figures.compare_runs import (
 from ..analyze.figures.losses import Loss
 from ..analyze.figures.report import Report, RunAnalysis
 from ..analyze.records.state_timeline import STATES
-from .document import (
-    BETTER,
-    CODE,
-    DOUBT,
-    GOOD_EFFICIENCY,
-    LEAD,
-    MUTED,
-    NOT_KNOWN,
-    PAGE,
-    STRONG,
-    TERMINAL,
-    WORSE,
-    Block,
-    Bullets,
-    Chart,
-    Charts,
-    Column,
-    Document,
-    Heading,
-    Legend,
-    Line,
-    Nodes,
-    Part,
-    Row,
-    Section,
-    Table,
-    Text,
-    graded,
-)
+from . import document as doc
 from .figure_names import NAMES, named_figure
 from .numbers import amount, counted, duration, figure, joined, signed_duration
 from .page.series import times
@@ -66,81 +38,83 @@ FACTORS = (
 )
 _SHOWN = 8  # most changed losses that are shown
 _TOLD = 0.02  # share of a step by which the time of a shown loss has changed at least
-_GATE_STYLES = {"slower": WORSE, "uncertain": DOUBT, "passed": BETTER}
-_BLANK = Line("", where=TERMINAL)
+_GATE_STYLES = {"slower": doc.WORSE, "uncertain": doc.DOUBT, "passed": doc.BETTER}
+_BLANK = doc.Line("", where=doc.TERMINAL)
 
 
-def comparison_document(before: Reports, after: Reports, gate: Gate | None = None) -> Document:
+def comparison_document(before: Reports, after: Reports, gate: Gate | None = None) -> doc.Document:
     """Return tables of runs before and after that mark the changes within the noise."""
     changes, states = compare(before, after), compare_states(before, after)
     lead = _lead(changes)
-    figures: list[Block] = [_figures(changes)]
+    figures: list[doc.Block] = [_figures(changes)]
     if chance := describe_chance(before, after, changes):
-        figures += [_BLANK, Line(chance)]
+        figures += [_BLANK, doc.Line(chance)]
     doubts = [f"{r.name}: {doubt}." for r in (*before, *after) for doubt in r.doubts]
-    end: list[Block] = [Line(doubt, DOUBT) for doubt in doubts]
+    end: list[doc.Block] = [doc.Line(doubt, doc.DOUBT) for doubt in doubts]
     if gate is not None:
-        end.insert(0, Line(describe_gate(gate), _GATE_STYLES[gate.verdict]))
+        end.insert(0, doc.Line(describe_gate(gate), _GATE_STYLES[gate.verdict]))
     both = [("before", report) for report in before] + [("after", report) for report in after]
-    return Document(
+    return doc.Document(
         "Paceline: before and after",
         "Before and after",
         [
-            Section("summary", "Summary", _summary(lead, before[0], after[0]), where=PAGE),
-            Section("figures", "Figures", figures, _on_page("All figures")),
-            Section("states", "States", _states(states, lead), _on_page("Time per step, by state")),
-            Section("reliability", "Reliability", end, _on_page("Reliability")),
+            doc.Section("summary", "Summary", _summary(lead, before[0], after[0]), where=doc.PAGE),
+            doc.Section("figures", "Figures", figures, _on_page("All figures")),
+            doc.Section(
+                "states", "States", _states(states, lead), _on_page("Time per step, by state")
+            ),
+            doc.Section("reliability", "Reliability", end, _on_page("Reliability")),
             *_of_runs(both, "Step times of both runs"),
         ],
         [_about(label, report) for label, report in both],
     )
 
 
-def _on_page(heading: str) -> Part:
-    return Part(heading, where=PAGE)
+def _on_page(heading: str) -> doc.Part:
+    return doc.Part(heading, where=doc.PAGE)
 
 
-def _about(label: str, report: Report) -> Text:
-    command = Part(_command(report), CODE, where=PAGE)
+def _about(label: str, report: Report) -> doc.Text:
+    command = doc.Part(_command(report), doc.CODE, where=doc.PAGE)
     return [
         f"{label + ':':8}",
-        Part(report.name, where=TERMINAL),
+        doc.Part(report.name, where=doc.TERMINAL),
         command,
         _on_page(f" ({report.name})"),
     ]
 
 
-def _of_runs(runs: Sequence[tuple[str, Report]], label: str) -> list[Section]:
+def _of_runs(runs: Sequence[tuple[str, Report]], label: str) -> list[doc.Section]:
     """Return the sections of a page about the steps and the nodes of all runs."""
     caption = (
         "Where a run has more steps than can be shown, each point is the median of neighbouring "
         "steps."
     )
-    nodes: list[Block] = []
+    nodes: list[doc.Block] = []
     for number, (name, report) in enumerate(runs):
-        nodes += [Heading(name), Nodes(report, f"reports.{number}.")]
-    steps: Text = [Part("Step time", term="step time"), " over the runs"]
+        nodes += [doc.Heading(name), doc.Nodes(report, f"reports.{number}.")]
+    steps: doc.Text = [doc.Part("Step time", term="step time"), " over the runs"]
     return [
-        Section("steps", "Step times", [Chart("courses", caption, label)], steps, PAGE),
-        Section("places", "Nodes", nodes, "Nodes, bindings and versions", PAGE),
+        doc.Section("steps", "Step times", [doc.Chart("courses", caption, label)], steps, doc.PAGE),
+        doc.Section("places", "Nodes", nodes, "Nodes, bindings and versions", doc.PAGE),
     ]
 
 
-def _figures(changes: Sequence[FigureChange]) -> Table:
+def _figures(changes: Sequence[FigureChange]) -> doc.Table:
     rows = []
     for number, one in enumerate(changes):
         told, style = verdict(one)
         relative = f"{100 * (one.after / one.before - 1):+.1f} %" if one.before else "+0.0 %"
-        cells: list[Text] = [
+        cells: list[doc.Text] = [
             named_figure(one.figure),
-            Part(figure(one.before), figure=f"rows.{number}.before"),
-            Part(figure(one.after), figure=f"rows.{number}.after"),
+            doc.Part(figure(one.before), figure=f"rows.{number}.before"),
+            doc.Part(figure(one.after), figure=f"rows.{number}.after"),
             relative,
-            Part(told, style),
+            doc.Part(told, style),
         ]
-        rows.append(Row(cells))
-    columns = [Column("", right=False), *map(Column, ("before", "after", "change"))]
-    return Table([*columns, Column("", right=False)], rows)
+        rows.append(doc.Row(cells))
+    columns = [doc.Column("", right=False), *map(doc.Column, ("before", "after", "change"))]
+    return doc.Table([*columns, doc.Column("", right=False)], rows)
 
 
 def describe_chance(before: Reports, after: Reports, changes: list[FigureChange]) -> str:
@@ -175,7 +149,7 @@ def describe_gate(gate: Gate) -> str:
     return f"{what}: {'failed' if gate.verdict == 'slower' else 'passed'}."
 
 
-def _states(found: StateChanges | None, lead: str) -> list[Block]:
+def _states(found: StateChanges | None, lead: str) -> list[doc.Block]:
     """Return the table of the states' times, and the sentence that explains the change."""
     blocks = _state_chart(lead)
     if found is None:
@@ -186,34 +160,34 @@ def _states(found: StateChanges | None, lead: str) -> list[Block]:
         at = "states.whole" if is_whole else f"states.rows.{number}"
         name = f"whole {found.unit}" if is_whole else STATE_NAMES[row.state]
         told, style = state_verdict(row)
-        cells: list[Text] = [
-            Part(name, term="" if is_whole else row.state),
-            Part(duration(row.before_s), figure=f"{at}.before_s"),
-            Part(duration(row.after_s), figure=f"{at}.after_s"),
+        cells: list[doc.Text] = [
+            doc.Part(name, term="" if is_whole else row.state),
+            doc.Part(duration(row.before_s), figure=f"{at}.before_s"),
+            doc.Part(duration(row.after_s), figure=f"{at}.after_s"),
             signed_duration(row.longer_s),
             "" if row.limit_s is None else f"± {duration(row.limit_s)}",
-            Part(told, style),
+            doc.Part(told, style),
         ]
-        rows.append(Row(cells))
-    columns = [Column(f"time per {found.unit}", right=False, term="state")]
-    columns += [*map(Column, ("before", "after", "change")), Column("noise", term="noise")]
-    table = Table([*columns, Column("", right=False)], rows)
-    return [*blocks, table, _BLANK, Line(explanation(found), STRONG)]
+        rows.append(doc.Row(cells))
+    columns = [doc.Column(f"time per {found.unit}", right=False, term="state")]
+    columns += [*map(doc.Column, ("before", "after", "change")), doc.Column("noise", term="noise")]
+    table = doc.Table([*columns, doc.Column("", right=False)], rows)
+    return [*blocks, table, _BLANK, doc.Line(explanation(found), doc.STRONG)]
 
 
-def _state_chart(lead: str) -> list[Block]:
+def _state_chart(lead: str) -> list[doc.Block]:
     caption = "Mean of all ranks. The parts of a bar add up to the step time."
     states = [(name, STATE_NAMES[name]) for name in STATES]
-    return [Legend(states), Chart("runs", caption, lead)]
+    return [doc.Legend(states), doc.Chart("runs", caption, lead)]
 
 
 def state_verdict(row: StateChange) -> tuple[str, str]:
     """Return whether a state's time has changed, as ``verdict`` does."""
     if row.real is None:
-        return "too few steps to distinguish it from noise", MUTED
+        return "too few steps to distinguish it from noise", doc.MUTED
     if not row.real:
-        return "within the noise", MUTED
-    return ("longer", WORSE) if row.longer_s > 0 else ("shorter", BETTER)
+        return "within the noise", doc.MUTED
+    return ("longer", doc.WORSE) if row.longer_s > 0 else ("shorter", doc.BETTER)
 
 
 def explanation(found: StateChanges) -> str:
@@ -238,31 +212,31 @@ def explanation(found: StateChanges) -> str:
 
 
 def verdict(change: FigureChange) -> tuple[str, str]:
-    """Return whether a change exceeds the noise, in words, and "better", "worse" or MUTED."""
+    """Return whether a change exceeds the noise, in words, and its style."""
     if change.real is None:
-        return "too few steps to distinguish it from noise", MUTED
+        return "too few steps to distinguish it from noise", doc.MUTED
     if not change.real:
-        return "within the noise", MUTED
+        return "within the noise", doc.MUTED
     better = (change.after > change.before) != (change.figure == "step_ms")
-    return ("better", BETTER) if better else ("worse", WORSE)
+    return ("better", doc.BETTER) if better else ("worse", doc.WORSE)
 
 
-def _summary(lead: str, before: Report, after: Report) -> list[Block]:
+def _summary(lead: str, before: Report, after: Report) -> list[doc.Block]:
     """Return the change of the throughput, the changed losses, and other differences."""
-    blocks: list[Block] = [Line(lead, LEAD)]
+    blocks: list[doc.Block] = [doc.Line(lead, doc.LEAD)]
     rows = []
     for what, old, new in _changed(before, after):
-        style = BETTER if new < old else WORSE
+        style = doc.BETTER if new < old else doc.WORSE
         first, second = (duration(value) if value else "0" for value in (old, new))
-        rows.append(Row([what, first, Part(second, style)]))
+        rows.append(doc.Row([what, first, doc.Part(second, style)]))
     if rows:
-        columns = [Column("loss, mean time per step", right=False, term="loss")]
+        columns = [doc.Column("loss, mean time per step", right=False, term="loss")]
         blocks += [
-            Heading("Changed losses"),
-            Table([*columns, Column("before"), Column("after")], rows),
+            doc.Heading("Changed losses"),
+            doc.Table([*columns, doc.Column("before"), doc.Column("after")], rows),
         ]
     if differences := _differences(before, after):
-        blocks += [Heading("Other differences"), Bullets(differences)]
+        blocks += [doc.Heading("Other differences"), doc.Bullets(differences)]
     return blocks
 
 
@@ -366,7 +340,7 @@ def comparison_charts(runs: Sequence[RunAnalysis], labels: Sequence[str]) -> dic
     }
 
 
-def scaling_document(reports: Sequence[Report]) -> Document:
+def scaling_document(reports: Sequence[Report]) -> doc.Document:
     """Return the efficiencies by number of ranks; the first run is the reference."""
     reports = sorted(reports, key=lambda report: report.size)
     found = scaling(reports)
@@ -374,29 +348,34 @@ def scaling_document(reports: Sequence[Report]) -> Document:
     lead = _scaling_lead(found)
     stages = [_stage(first, then) for first, then in itertools.pairwise(found)]
     doubts = [f"{report.name}: {doubt}." for report in reports for doubt in report.doubts]
-    summary: list[Block] = [Line(lead, LEAD), Bullets(stages), *_state_chart(lead)]
+    summary: list[doc.Block] = [doc.Line(lead, doc.LEAD), doc.Bullets(stages), *_state_chart(lead)]
     speedup = "Speed-up relative to the run with the fewest ranks. Dashed: the ideal speed-up."
     efficiency = "Efficiencies. An efficiency of 0.8 or above is good."
-    charts = [("", Chart("speedup", speedup, lead))] if found[0].samples_per_s is not None else []
-    charts.append(("", Chart("efficiency", efficiency, lead)))
-    return Document(
+    charts = [doc.Chart("efficiency", efficiency, lead)]
+    if found[0].samples_per_s is not None:
+        charts.insert(0, doc.Chart("speedup", speedup, lead))
+    return doc.Document(
         "Paceline: scaling",
         f"Scaling from {labels[0]} to {labels[-1]}",
         [
-            Section("summary", "Summary", summary, where=PAGE),
-            Section("curves", "Curves", [Charts(charts)], "Speed-up and efficiency", PAGE),
-            Section("figures", "Figures", [_scaling_table(found)], _on_page("All figures")),
-            Section("doubts", "Doubts", [Line(one, DOUBT) for one in doubts], _on_page("Doubts")),
+            doc.Section("summary", "Summary", summary, where=doc.PAGE),
+            doc.Section(
+                "curves", "Curves", [doc.Charts(charts)], "Speed-up and efficiency", doc.PAGE
+            ),
+            doc.Section("figures", "Figures", [_scaling_table(found)], _on_page("All figures")),
+            doc.Section(
+                "doubts", "Doubts", [doc.Line(one, doc.DOUBT) for one in doubts], _on_page("Doubts")
+            ),
             *_of_runs(list(zip(labels, reports, strict=True)), "Step times of all runs"),
         ],
         [
-            [_on_page(f"{label}: "), Part(_command(report), CODE, where=PAGE)]
+            [_on_page(f"{label}: "), doc.Part(_command(report), doc.CODE, where=doc.PAGE)]
             for label, report in zip(labels, reports, strict=True)
         ],
     )
 
 
-def _scaling_table(found: Sequence[ScalingRow]) -> Table:
+def _scaling_table(found: Sequence[ScalingRow]) -> doc.Table:
     rows = []
     for name in (*FACTORS, "samples_per_s", "speedup", "scaling_efficiency"):
         values = [getattr(scale, name) for scale in found]
@@ -406,12 +385,14 @@ def _scaling_table(found: Sequence[ScalingRow]) -> Table:
         for number, value in enumerate(values):
             path = f"rows.{number}.{name}"
             if name in FACTORS:
-                cells.append(graded(value, path, 3))
+                cells.append(doc.graded(value, path, 3))
             else:
-                cells.append(Part(NOT_KNOWN if value is None else figure(value), figure=path))
-        rows.append(Row([named_figure(name), *cells]))
-    sizes = [Column(str(scale.ranks)) for scale in found]
-    return Table([Column("ranks", right=False, term="rank"), *sizes], rows)
+                cells.append(
+                    doc.Part(doc.NOT_KNOWN if value is None else figure(value), figure=path)
+                )
+        rows.append(doc.Row([named_figure(name), *cells]))
+    sizes = [doc.Column(str(scale.ranks)) for scale in found]
+    return doc.Table([doc.Column("ranks", right=False, term="rank"), *sizes], rows)
 
 
 def scaling_charts(runs: Sequence[RunAnalysis]) -> dict[str, Any]:
@@ -428,11 +409,13 @@ def _scaling_lead(found: list[ScalingRow]) -> str:
             f"From {first.ranks} to {last.ranks} ranks. The records have no number of samples, so "
             "Paceline cannot compute the speed-up."
         )
-    below = next((s.ranks for s in found if (s.scaling_efficiency or 1) < GOOD_EFFICIENCY), None)
+    below = next(
+        (s.ranks for s in found if (s.scaling_efficiency or 1) < doc.GOOD_EFFICIENCY), None
+    )
     knee = (
-        f" It is below {GOOD_EFFICIENCY} from {below} ranks on."
+        f" It is below {doc.GOOD_EFFICIENCY} from {below} ranks on."
         if below is not None
-        else f" It is at least {GOOD_EFFICIENCY} for all numbers of ranks."
+        else f" It is at least {doc.GOOD_EFFICIENCY} for all numbers of ranks."
     )
     return (
         f"{last.ranks} ranks are {last.speedup:.2f} times as fast as {first.ranks}. The scaling "

@@ -16,20 +16,7 @@ from ...analyze.scaling.critical.judgement import (
     end_loss,
 )
 from ...security.text import printable
-from ..document import (
-    BETTER,
-    DOUBT,
-    LEAD,
-    WORSE,
-    Chart,
-    Column,
-    Document,
-    Line,
-    Part,
-    Row,
-    Section,
-    Table,
-)
+from .. import document as doc
 from ..noise_scale import noise_scale_text
 from ..numbers import amount, counted
 
@@ -37,7 +24,7 @@ FORMAT, VERSION = "paceline-critical-batch-result", 1
 POINTS = 64  # of a line; each is the mean of an equal part of the samples
 
 
-def critical_document(stored: StoredCritical, found: CriticalBatch) -> Document:
+def critical_document(stored: StoredCritical, found: CriticalBatch) -> doc.Document:
     """Return the result: sentences, the losses of each batch, and a chart of them."""
     point, request = found.point, stored.request
     lead, *others = critical_sentences(stored, found)
@@ -47,34 +34,34 @@ def critical_document(stored: StoredCritical, found: CriticalBatch) -> Document:
         "loss of the last quarter"
     )
     headings = ("batch", "times", "learning rate", "runs", "loss", "over the base's (95 %)")
-    table = Table(
-        [*map(Column, headings), Column("", right=False)],
-        [Row(_cells(one, request.tolerance)) for one in found.results],
+    table = doc.Table(
+        [*map(doc.Column, headings), doc.Column("", right=False)],
+        [doc.Row(_cells(one, request.tolerance)) for one in found.results],
     )
-    summary = [Line(lead, LEAD), *map(Line, others)]
-    summary += [Line(printable(note), DOUBT) for note in stored.notes]
-    chart = Chart(
+    summary = [doc.Line(lead, doc.LEAD), *map(doc.Line, others)]
+    summary += [doc.Line(printable(note), doc.DOUBT) for note in stored.notes]
+    chart = doc.Chart(
         "branches",
         "Mean of the seeds, smoothed; bands: lowest and highest seed. All runs continue from the "
         "same checkpoint. The last quarter is compared.",
         lead,
     )
-    return Document(
+    return doc.Document(
         "Paceline: critical batch",
         f"Critical batch of {request.script}",
         [
-            Section("summary", "Summary", summary),
-            Section("losses", "Losses", [chart], "Loss after the same samples"),
-            Section("batches", "Batches", [table], "Batches"),
+            doc.Section("summary", "Summary", summary),
+            doc.Section("losses", "Losses", [chart], "Loss after the same samples"),
+            doc.Section("batches", "Batches", [table], "Batches"),
         ],
-        [Part(" ".join([request.script, *request.args]), "code"), about],
+        [doc.Part(" ".join([request.script, *request.args]), "code"), about],
     )
 
 
-def _cells(one: MultipleResult, tolerance: float) -> list[str | Part]:
+def _cells(one: MultipleResult, tolerance: float) -> list[str | doc.Part]:
     parts = f" in {one.parts} parts" if one.parts > 1 else ""
     verdict = printable(verdict_text(one, tolerance))
-    style = {"as good": BETTER, "worse": WORSE}.get(verdict, "")
+    style = {"as good": doc.BETTER, "worse": doc.WORSE}.get(verdict, "")
     return [
         f"{amount(one.batch)}{parts}",
         str(one.multiple),
@@ -82,7 +69,7 @@ def _cells(one: MultipleResult, tolerance: float) -> list[str | Part]:
         str(one.runs),
         "-" if one.loss is None else f"{one.loss:.4g}",
         difference_text(one),
-        Part(verdict, style),
+        doc.Part(verdict, style),
     ]
 
 

@@ -9,26 +9,7 @@ from typing import Any
 from ...analyze.records.state_timeline import STATES
 from ...analyze.scaling.outcomes.compare_studies import SizeChange, StudyComparison
 from ...analyze.scaling.study_model import ScalingStudy
-from ..document import (
-    BETTER,
-    DOUBT,
-    LEAD,
-    MUTED,
-    PAGE,
-    WORSE,
-    Block,
-    Chart,
-    Charts,
-    Column,
-    Document,
-    Heading,
-    Line,
-    Part,
-    Row,
-    Section,
-    Table,
-    Text,
-)
+from .. import document as doc
 from ..numbers import amount, counted, signed_duration
 from ..state_names import STATE_NAMES
 from .size_rows import SizeRow
@@ -43,74 +24,70 @@ SINGLE_RUNS = (
 )
 
 
-def comparison_document(found: StudyComparison) -> Document:
+def comparison_document(found: StudyComparison) -> doc.Document:
     """Return the sizes of both studies, with the changes that are larger than the noise."""
     kinds = list(dict.fromkeys(one.kind for one in found.changes))
     lead = " ".join(_lead(kind, found.changes) for kind in kinds)
-    blocks: list[Block] = [Line(lead, LEAD)]
+    blocks: list[doc.Block] = [doc.Line(lead, doc.LEAD)]
     at = itertools.count()
     for kind in kinds:
         rows = [_row(one, f"sizes.{next(at)}") for one in found.changes if one.kind == kind]
-        blocks += [Heading(SAME[kind]), Table(_COLUMNS, rows)]
+        blocks += [doc.Heading(SAME[kind]), doc.Table(_COLUMNS, rows)]
     for label, keys in zip(LABELS, (found.only_before, found.only_after), strict=True):
         if keys:
             sizes = ", ".join(f"{counted(ranks, 'rank')} ({kind})" for kind, ranks in keys)
-            blocks.append(Line(f"Measured only {label}: {sizes}."))
-    blocks += [Line(line, DOUBT) for line in found.differences]
+            blocks.append(doc.Line(f"Measured only {label}: {sizes}."))
+    blocks += [doc.Line(line, doc.DOUBT) for line in found.differences]
     if any(not rate.is_between_runs for one in found.changes for rate in one.throughput):
-        blocks.append(Line(SINGLE_RUNS, MUTED))
-    curves = Charts(
+        blocks.append(doc.Line(SINGLE_RUNS, doc.MUTED))
+    of_first = "Relative to the smallest size of each study."
+    curves = doc.Charts(
         [
-            ("", Chart("studyRate", "Bars: 90 % confidence intervals.", lead)),
-            (
-                "",
-                Chart(
-                    "studyEfficiency",
-                    "Relative to the smallest size of each study.",
-                    "Scaling efficiency of both studies",
-                ),
-            ),
+            doc.Chart("studyRate", "Bars: 90 % confidence intervals.", lead),
+            doc.Chart("studyEfficiency", of_first, "Scaling efficiency of both studies"),
         ]
     )
-    return Document(
+    return doc.Document(
         "Paceline: two scaling studies",
         "Two scaling studies",
         [
-            Section("summary", "Summary", blocks),
-            Section("curves", "Curves", [curves], "Throughput and efficiency", PAGE),
-            Section("losses", "Losses", loss_charts(kinds), "Time per step, by state", PAGE),
+            doc.Section("summary", "Summary", blocks),
+            doc.Section("curves", "Curves", [curves], "Throughput and efficiency", doc.PAGE),
+            doc.Section(
+                "losses", "Losses", loss_charts(kinds), "Time per step, by state", doc.PAGE
+            ),
         ],
         [f"before: {found.before.folder}", f"after:  {found.after.folder}"],
     )
 
 
 _COLUMNS = (
-    Column("ranks", term="rank"),
-    Column("samples/s before", term="samples/s"),
-    Column("after"),
-    Column("change"),
-    Column("95 % interval"),
-    Column("eff.", term="scaling efficiency"),
-    Column("after"),
-    Column("", right=False),
+    doc.Column("ranks", term="rank"),
+    doc.Column("samples/s before", term="samples/s"),
+    doc.Column("after"),
+    doc.Column("change"),
+    doc.Column("95 % interval"),
+    doc.Column("eff.", term="scaling efficiency"),
+    doc.Column("after"),
+    doc.Column("", right=False),
 )
 
 
-def _row(one: SizeChange, at: str) -> Row:
+def _row(one: SizeChange, at: str) -> doc.Row:
     before, after = one.throughput
-    style = "" if one.is_real else MUTED
+    style = "" if one.is_real else doc.MUTED
     if one.is_real:
-        style = BETTER if one.ratio.value > 1 else WORSE
-    cells: list[Text] = [
-        Part(str(one.ranks), figure=f"{at}.ranks"),
-        Part(amount(before.value), figure=f"{at}.samples_per_s.0"),
-        Part(amount(after.value), figure=f"{at}.samples_per_s.1"),
+        style = doc.BETTER if one.ratio.value > 1 else doc.WORSE
+    cells: list[doc.Text] = [
+        doc.Part(str(one.ranks), figure=f"{at}.ranks"),
+        doc.Part(amount(before.value), figure=f"{at}.samples_per_s.0"),
+        doc.Part(amount(after.value), figure=f"{at}.samples_per_s.1"),
         percent_of(one.ratio.value),
         _interval(one),
         *("-" if value is None else f"{value:.2f}" for value in one.efficiency),
-        Part(_verdict(one), style),
+        doc.Part(_verdict(one), style),
     ]
-    return Row(cells)
+    return doc.Row(cells)
 
 
 def _lead(kind: str, changes: Sequence[SizeChange]) -> str:

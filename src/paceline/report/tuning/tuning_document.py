@@ -3,28 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..document import (
-    CODE,
-    DOUBT,
-    FAILED,
-    LEAD,
-    MUTED,
-    PAGE,
-    STRONG,
-    TERMINAL,
-    Block,
-    Bullets,
-    Chart,
-    Column,
-    Document,
-    Heading,
-    Line,
-    Part,
-    Row,
-    Section,
-    Table,
-    Text,
-)
+from .. import document as doc
 from ..numbers import counted, duration, elapsed, percent
 from .tuning_view import COMPLETE, MAX, PAUSED, RUNNING, STOPPED, TrialRow, TuningView
 from .tuning_view import FAILED as TRIAL_FAILED
@@ -32,10 +11,10 @@ from .tuning_view import FAILED as TRIAL_FAILED
 SHOWN_TRIALS = 10  # in the table of the terminal
 MAX_ROWS = 200  # in that of a page
 SHOWN_FAILURES = 3  # kinds
-_STYLES = {TRIAL_FAILED: FAILED, RUNNING: STRONG, PAUSED: MUTED, STOPPED: MUTED}
+_STYLES = {TRIAL_FAILED: doc.FAILED, RUNNING: doc.STRONG, PAUSED: doc.MUTED, STOPPED: doc.MUTED}
 
 
-def tuning_document(view: TuningView, charts: dict[str, Any] | None = None) -> Document:
+def tuning_document(view: TuningView, charts: dict[str, Any] | None = None) -> doc.Document:
     """Return the best trials, those that run, and what was found.
 
     Args:
@@ -46,56 +25,59 @@ def tuning_document(view: TuningView, charts: dict[str, Any] | None = None) -> D
         shown = {row.number for row in rows}
         others = [r for r in view.rows if r.state == TRIAL_FAILED and r.number not in shown]
         rows += others[: max(MAX_ROWS - len(rows), 0)]
-    summary: list[Block] = [Line(_lead(view), LEAD, PAGE), Line(counts_line(view))]
-    trials: list[Block] = [trials_table(view, rows)] if view.rows else []
+    summary: list[doc.Block] = [
+        doc.Line(_lead(view), doc.LEAD, doc.PAGE),
+        doc.Line(counts_line(view)),
+    ]
+    trials: list[doc.Block] = [trials_table(view, rows)] if view.rows else []
     if more := len(view.rows) - len(rows):
         text = f"{counted(more, 'further trial')}: paceline tune --csv FILE has all."
-        trials.append(Line(text, MUTED, PAGE))
-    trials += [Line(line, FAILED) for line in failure_lines(view)]
+        trials.append(doc.Line(text, doc.MUTED, doc.PAGE))
+    trials += [doc.Line(line, doc.FAILED) for line in failure_lines(view)]
     found = list(_importances(view))
     if view.gain is not None:
-        found.append(Line(gain_sentence(view)))
+        found.append(doc.Line(gain_sentence(view)))
     lineage = lineage_lines(view)
     if lineage and charts is None:
-        found += [Heading(f"How trial {view.best[0]} was trained"), Bullets(lineage)]
+        found += [doc.Heading(f"How trial {view.best[0]} was trained"), doc.Bullets(lineage)]
     if view.best_command:
-        found.append(Line(["best: ", Part(f"paceline run {view.best_command}", CODE)]))
-    found += [Line(f"note: {note}", DOUBT) for note in view.notes]
-    return Document(
+        found.append(doc.Line(["best: ", doc.Part(f"paceline run {view.best_command}", doc.CODE)]))
+    found += [doc.Line(f"note: {note}", doc.DOUBT) for note in view.notes]
+    return doc.Document(
         f"Paceline: study {view.name}",
         f"Study {view.name}",
         [
-            Section("summary", "Summary", [*summary, *found]),
+            doc.Section("summary", "Summary", [*summary, *found]),
             *_charts(view, charts or {}, lineage),
-            Section("trials", "Trials", trials, "Trials"),
+            doc.Section("trials", "Trials", trials, "Trials"),
         ],
-        [Part(view.command, CODE), head_line(view)],
+        [doc.Part(view.command, doc.CODE), head_line(view)],
     )
 
 
-def _importances(view: TuningView) -> Iterator[Block]:
+def _importances(view: TuningView) -> Iterator[doc.Block]:
     """Yield the shares of the parameters in the terminal, or why there are none."""
     if view.importances:
         of = f"; {view.importance_note}" * bool(view.importance_note)
         head = f"Importance of the parameters (functional ANOVA{of}):"
-        yield Line(head, STRONG, TERMINAL)
-        yield Bullets(importance_lines(view), TERMINAL)
+        yield doc.Line(head, doc.STRONG, doc.TERMINAL)
+        yield doc.Bullets(importance_lines(view), doc.TERMINAL)
     elif view.importance_note:
-        yield Line(view.importance_note, MUTED)
+        yield doc.Line(view.importance_note, doc.MUTED)
 
 
-def _charts(view: TuningView, charts: dict[str, Any], lineage: list[str]) -> Iterator[Section]:
+def _charts(view: TuningView, charts: dict[str, Any], lineage: list[str]) -> Iterator[doc.Section]:
     """Yield the sections of the charts that the page has."""
     lead = _lead(view)
     if "history" in charts:
         caption = "Value of each complete trial. Line: the best value until then."
-        blocks: list[Block] = [Chart("tuningHistory", caption, lead)]
-        yield Section("history", "History", blocks, "History", PAGE)
+        blocks: list[doc.Block] = [doc.Chart("tuningHistory", caption, lead)]
+        yield doc.Section("history", "History", blocks, "History", doc.PAGE)
     if "parallel" in charts:
         count = counted(len(charts["parallel"]["lines"]), "trial")
         caption = f"Each line is a trial; the darkest ones are the best. {count} with the best "
         label = "Parallel coordinates of parameters and metrics"
-        blocks = [Chart("tuningParallel", f"{caption}values.", label)]
+        blocks = [doc.Chart("tuningParallel", f"{caption}values.", label)]
         if "importances" in charts:
             of = f", {view.importance_note}" * bool(view.importance_note)
             caption = (
@@ -103,30 +85,30 @@ def _charts(view: TuningView, charts: dict[str, Any], lineage: list[str]) -> Ite
                 f"functional ANOVA of Optuna{of}."
             )
             label = "Importance of the parameters"
-            blocks += [Heading("Importance"), Chart("tuningImportances", caption, label)]
-        yield Section("parallel", "Parameters", blocks, "Parameters", PAGE)
+            blocks += [doc.Heading("Importance"), doc.Chart("tuningImportances", caption, label)]
+        yield doc.Section("parallel", "Parameters", blocks, "Parameters", doc.PAGE)
     if "curves" in charts:
         count = counted(len(charts["curves"]["lines"]), "trial")
         caption = (
             f"Reported values of {count}, the best ones. Dotted: steps at which trials were paused "
             "or stopped."
         )
-        blocks = [Chart("tuningCurves", caption, "Learning curves")]
-        yield Section("curves", "Learning curves", blocks, "Learning curves", PAGE)
+        blocks = [doc.Chart("tuningCurves", caption, "Learning curves")]
+        yield doc.Section("curves", "Learning curves", blocks, "Learning curves", doc.PAGE)
     if "pareto" in charts:
         first = " (the first two metrics are shown)" * (len(view.metrics) > 2)
         caption = (
             f"Diamonds: no other trial is better in one metric and not worse in the others{first}."
         )
-        blocks = [Chart("tuningPareto", caption, lead)]
-        yield Section("pareto", "Pareto front", blocks, "Pareto front", PAGE)
+        blocks = [doc.Chart("tuningPareto", caption, lead)]
+        yield doc.Section("pareto", "Pareto front", blocks, "Pareto front", doc.PAGE)
     if "lineage" in charts:
         caption = (
             "Each point is a member in a generation, each line leads from the trial whose "
             "checkpoint it continued from. Marked: how the best model was trained."
         )
-        blocks = [Chart("tuningLineage", caption, lead), Bullets(lineage)]
-        yield Section("lineage", "Lineage", blocks, "Lineage", PAGE)
+        blocks = [doc.Chart("tuningLineage", caption, lead), doc.Bullets(lineage)]
+        yield doc.Section("lineage", "Lineage", blocks, "Lineage", doc.PAGE)
 
 
 def _lead(view: TuningView) -> str:
@@ -181,7 +163,7 @@ def shown_rows(view: TuningView, most: int) -> list[TrialRow]:
     return [*done[: max(most - len(running), 3)], *running[:most]] or failed[:most]
 
 
-def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> Table:
+def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> doc.Table:
     """Return a table with one line for each of the rows."""
     has_rungs = any(row.rung for row in view.rows)
     has_steps = any(row.step is not None for row in view.rows)
@@ -195,7 +177,7 @@ def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> Table:
         values = [value_text(value) for value in row.values]
         if not values:
             values = [value_text(row.last), *["-"] * (len(view.metrics) - 1)]
-        cells: list[Text] = [f"{mark}{row.number}", *values]
+        cells: list[doc.Text] = [f"{mark}{row.number}", *values]
         cells += ["-" if row.step is None else str(row.step)] * has_steps
         cells += [str(row.rung)] * has_rungs
         if has_parents:
@@ -207,8 +189,8 @@ def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> Table:
         if row.waits_for:
             note += f" waits for {row.waits_for}: {percent(row.waits)}"
         style = _STYLES.get(row.state, "")
-        found.append(Row([*cells, str(row.ranks), spent, *parameters, note], style))
-    return Table([*map(Column, headings), Column("", right=False)], found)
+        found.append(doc.Row([*cells, str(row.ranks), spent, *parameters, note], style))
+    return doc.Table([*map(doc.Column, headings), doc.Column("", right=False)], found)
 
 
 def failure_lines(view: TuningView) -> list[str]:
