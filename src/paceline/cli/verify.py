@@ -166,7 +166,7 @@ def _answer(
 ) -> NoReturn:
     """Run the script, print what was found, and end with the exit code."""
     from ..analyze.verification.find import judge
-    from ..report.terminal.verification import findings as shown
+    from ..report import verification_document as report
     from ..report.verdict.of_verification import exit_code
     from ..study.verify.verify import run_verification
 
@@ -178,16 +178,18 @@ def _answer(
             found = (runs, *judge(runs, accepted))
             written = None
             if html is not None:  # first: the process that reads the output may have ended
-                from ..report.page.verification_page import verification
-                from ..report.page.write_page import save
+                from ..report.page.write_page import document_page, save
 
-                written = save(verification(found), html)
+                charts = report.verification_charts(found)
+                document = report.verification_document(found, charts)
+                written = save(document_page(document, charts), html)
             if json is not None:
-                print_json(shown.as_json(found), json, indent=1)
+                print_json(report.as_json(found), json, indent=1)
             else:
                 from ..report.console import PlainConsole
+                from ..report.terminal.draw import draw_document
 
-                PlainConsole().print(shown.render(found))
+                PlainConsole().print(*draw_document(report.verification_document(found)))
             if written is not None:
                 typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:

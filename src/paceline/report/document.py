@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..analyze.figures.report import Report
+from .verdict.verdict import Verdict
 
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 NOT_KNOWN = "\N{EN DASH}"  # in place of a value
@@ -15,6 +16,7 @@ BOTH, PAGE, TERMINAL = "", "page", "terminal"  # where a block is shown
 # Styles of parts and rows. Pages have CSS classes of these names.
 LEAD, STRONG, MUTED, DOUBT, CODE = "lead", "strong", "note", "doubt", "code"
 GOOD, LOW, BETTER, WORSE, FAILED = "good", "low", "better", "worse", "failed"
+QUESTION = "question"
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,32 @@ class Bullets:
 
 
 @dataclass(frozen=True)
+class Item:
+    """An entry of a list of findings.
+
+    Attributes:
+        label: Short label in front of it.
+        text: What was found.
+        lines: Evidence and what to do, each in a paragraph.
+        style: Style of the entry on a page, or "".
+    """
+
+    label: Part
+    text: Text
+    lines: Sequence[Text]
+    style: str = ""
+    where: str = BOTH
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The three lines of a verdict."""
+
+    verdict: Verdict
+    where: str = BOTH
+
+
+@dataclass(frozen=True)
 class Chart:
     """A chart of a page, drawn by charts.js.
 
@@ -151,7 +179,7 @@ class Nodes:
     where: str = PAGE
 
 
-Block = Table | Heading | Line | Bullets | Chart | Charts | Legend | Nodes
+Block = Table | Heading | Line | Bullets | Item | Conclusion | Chart | Charts | Legend | Nodes
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,22 @@ from ..document import (
     LEAD,
     LOW,
     MUTED,
+    QUESTION,
     STRONG,
     TERMINAL,
     WORSE,
     Block,
     Bullets,
+    Conclusion,
     Document,
     Heading,
+    Item,
     Line,
     Table,
     Text,
     parts_of,
 )
+from ..verdict.table import verdict_table
 
 STYLES = {
     LEAD: "bold",
@@ -39,6 +43,7 @@ STYLES = {
     BETTER: "bold green",
     WORSE: "bold red",
     FAILED: "red",
+    QUESTION: "bold yellow",
 }
 
 
@@ -77,7 +82,21 @@ def draw(blocks: Iterable[Block]) -> list[RenderableType]:
             found += map(_text, block.sentences)
         elif isinstance(block, Heading):
             found.append(_text(block.text, STRONG))
+        elif isinstance(block, Item):
+            found += [_item(block), RichText()]
+        elif isinstance(block, Conclusion):
+            found.append(verdict_table(block.verdict))
     return found
+
+
+def _item(item: Item) -> RichText:
+    drawn = RichText()
+    drawn.append(item.label.text, STYLES.get(item.label.style)).append("  ")
+    drawn.append_text(_text(item.text))
+    for line in map(_text, item.lines):
+        if line.plain:
+            drawn.append("\n  ").append_text(line)
+    return drawn
 
 
 def draw_table(table: Table) -> rich_table.Table:
