@@ -2,16 +2,20 @@
 
 import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import ranks
 import typer
+from typer.testing import CliRunner
 
 from paceline import cli
 from paceline.cli import app
-from paceline.cli.common.command import STDOUT
+from paceline.cli.common.command import STDOUT, with_options
 from paceline.cli.common.diagnosis_outputs import DiagnosisOutputs
+from paceline.cli.common.options import HostAndEnvOptions, RankOptions
 from paceline.cli.run import RunCommand
 
 GROUP = typer.main.get_command(app)
@@ -121,6 +125,34 @@ def test_typing_errors_get_a_suggestion(words, suggestion):
     shown = paceline(*words)
     assert shown.returncode == 2
     assert suggestion in shown.stderr
+
+
+def test_options_reach_a_command_as_one_value():
+    found = []
+
+    @dataclass(frozen=True)
+    class Options(HostAndEnvOptions):
+        how: RankOptions = field(default_factory=RankOptions)
+
+    def command(name: Annotated[str, typer.Argument()], options: Options) -> None:
+        found.append((name, options))
+
+    app = typer.Typer()
+    app.command()(with_options(command))
+    words = ["a", "-H", "b:2", "--env", "X", "--env", "Y=1", "--no-smt", "--hang-timeout", "7"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    how = RankOptions(smt=False, hang_timeout=7.0)
+    assert found == [("a", Options("b:2", env=["X", "Y=1"], how=how))]
+    assert found[0][1].how.words() == ["--no-smt", "--hang-timeout", "7.0"]
+
+
+def test_a_plan_trains_no_reference(tmp_path):
+    script = ranks.write(tmp_path, "open('ran', 'w')")
+    words = ["run", "--dry-run", "--make-reference", "reference.json", script]
+    shown = paceline(*words, cwd=tmp_path)
+    assert shown.returncode == 2
+    assert "--dry-run trains nothing. HINT: leave out --make-reference" in shown.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_summary_is_printed_as_json(tmp_path):

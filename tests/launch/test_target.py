@@ -12,6 +12,7 @@ from paceline.cluster.topology.local_resources import allowed_threads
 from paceline.cluster.topology.topology import topology
 from paceline.launch import job
 from paceline.launch.layout import default_ranks, explain_default_ranks
+from paceline.launch.options import NodeOptions
 from paceline.launch.target import find_target
 
 OUTER = ("SLURM", "LSB_", "LSF_", "CSM_", "JSM_", "PBS_", "PALS_", "FLUX_", "COBALT_", "PMI")
@@ -43,7 +44,7 @@ def run(folder, *words, **variables):
 
 
 def test_ranks_are_local_without_hosts_or_allocation():
-    found = find_target(None, None, None)
+    found = find_target(NodeOptions())
     assert found.tool is None
     assert [host.devices for host in found.hosts] == [0]
     assert found.hosts[0].numa >= 1
@@ -55,7 +56,7 @@ def test_explicit_hosts_override_allocation_and_use_ssh(tmp_path, monkeypatch):
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("# ours\nhost1 slots=2\nhost2:3\n")
     for hosts, path, why in (("host1:2,host2:3", None, "-H"), (None, hostfile, str(hostfile))):
-        found = find_target(hosts, path, None)
+        found = find_target(NodeOptions(hosts, path))
         assert found.hosts == [Host("host1", 2), Host("host2", 3)]
         assert found.tool.name == "ssh"
         assert found.explicit
@@ -92,11 +93,11 @@ def test_missing_hostfile_and_empty_host_name_are_rejected(tmp_path):
     with pytest.raises(
         ValueError, match=r"none.txt can't be read: No such file or directory. HINT"
     ):
-        find_target(None, tmp_path / "none.txt", None)
+        find_target(NodeOptions(hostfile=tmp_path / "none.txt"))
     with pytest.raises(ValueError, match=r"a host name is empty. HINT"):
-        find_target("host1,,host2", None, None)
+        find_target(NodeOptions("host1,,host2"))
     with pytest.raises(ValueError, match=r"a host name is empty. HINT"):
-        find_target("", None, None)
+        find_target(NodeOptions(""))
 
 
 def test_launcher_option_without_hosts_is_rejected():
@@ -104,7 +105,7 @@ def test_launcher_option_without_hosts_is_rejected():
         ValueError,
         match=r"--launcher ssh needs host names outside of an allocation. HINT: -H host1:4,host2:4",
     ):
-        find_target(None, None, "ssh")
+        find_target(NodeOptions(launcher="ssh"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_run_started_as_single_srun_task_is_accepted(monkeypatch):
     variables = {**slurm(HERE, 1), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert find_target(None, None, None).tool is None
+    assert find_target(NodeOptions()).tool is None
 
 
 def test_allocation_of_local_host_needs_no_start_command(tmp_path):
@@ -167,7 +168,7 @@ def test_variables_of_a_job_on_another_node_are_named(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"are of Slurm job .* on other1, and this") as told:
-        find_target(None, None, None)
+        find_target(NodeOptions())
     assert "srun is not installed" in str(told.value)
     assert str(told.value).endswith(
         "-H localhost:2; or start the job inside an allocation that has not ended"
@@ -222,7 +223,7 @@ def test_env_option_forwards_or_sets_variables(tmp_path):
 def test_default_number_of_ranks_is_explained_in_one_line(tmp_path):
     script = ranks.write(tmp_path, "print('here')")
     cores = len(topology().cores(set(allowed_threads())))
-    if default_ranks(find_target(None, None, None).hosts[0]) >= cores:
+    if default_ranks(find_target(NodeOptions()).hosts[0]) >= cores:
         pytest.skip("needs more cores than NUMA domains")
     said = run(tmp_path, script, CUDA_VISIBLE_DEVICES="").stderr
     assert said.count("\n") == 1
@@ -260,7 +261,7 @@ def test_heterogeneous_slurm_job_is_reported_once(monkeypatch, capsys):
     for name, value in (slurm(HERE, 2) | het).items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
-        assert [host.name for host in find_target(None, None, None).hosts] == [HERE]
+        assert [host.name for host in find_target(NodeOptions()).hosts] == [HERE]
     assert capsys.readouterr().err.count("job 77 is heterogeneous") == 1
 
 

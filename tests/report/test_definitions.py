@@ -14,13 +14,13 @@ from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.state_timeline import STATES
 from paceline.record.ring.states import Op
-from paceline.report.page.comparison import definition_key
+from paceline.report.figure_names import NAMES as FIGURES
+from paceline.report.figure_names import named_figure
 from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
 from paceline.report.page.diagnosis_page import VERDICTS
 from paceline.report.page.run_page import tree
 from paceline.report.page.write_page import ASSETS
 from paceline.report.report_command import report_text
-from paceline.report.terminal.comparison import NAMES as FIGURES
 from paceline.report.terminal.diagnose import NAMES as CAUSES
 
 DOCS = Path(paceline.__file__).parents[2] / "docs"
@@ -35,8 +35,10 @@ def used_keys():
     """Return the keys of the definitions that templates and tables of the page refer to."""
     text = "".join(path.read_text() for path in ASSETS.rglob("*.html"))
     keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
+    for path in ASSETS.parents[1].rglob("*.py"):
+        keys |= set(re.findall(r'\bterm="([^"]+)"', path.read_text()))
     keys |= {f"held by {name}" for name in CAUSES} | set(STATES)
-    keys |= {definition_key(name) for name in FIGURES} | set(VERDICTS)
+    keys |= {named_figure(name).term for name in FIGURES} | set(VERDICTS)
     return keys | {collective_name(op) for op in Op} & set(DEFINITIONS)
 
 

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from paceline.report.terminal.scaling.live_study import StudyDisplay
-from paceline.report.terminal.tuning.live_tuning import TuneDisplay
+from paceline.report.terminal.live_studies import StudyDisplay, TuneDisplay
 
 
 @pytest.mark.parametrize("kind", [StudyDisplay, TuneDisplay])

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import ranks
-from pages import CONTRAST, HOSTILE, agree, drawn, watched
+from pages import CONTRAST, HOSTILE, agree, before_and_after, drawn, watched
 from records import Rank, made
 
 from paceline.analyze.figures.report import analyse_with_window
@@ -27,7 +27,6 @@ from paceline.cost.machine.machine_file import (
     save,
 )
 from paceline.record.ring.states import State
-from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.wording import largest_losses
 from paceline.report.report_command import report_text as told
@@ -294,8 +293,9 @@ def test_comparison_page_of_two_runs(tmp_path, opened):
         r'The run "after" is 1\.\d\d times as fast as the run "before"', page.inner_text("#lead")
     )
     assert "better" in page.inner_text("#figures")
-    assert "It is explained by useful -10 ms" in page.inner_text("#summary")
-    assert "shorter" in page.inner_text("#summary .changes")
+    states = page.inner_text("#states")
+    assert "It is explained by useful -10 ms" in states
+    assert "shorter" in states
     assert len(drawn(page, "courses")) == 2
     bars = {trace["name"]: trace["x"] for trace in drawn(page, "runs")}
     assert bars["useful"][0] - bars["useful"][1] == pytest.approx(10, abs=0.5)
@@ -355,7 +355,7 @@ def test_run_compared_with_itself_has_no_change(tmp_path):
 
 
 def test_page_modules_do_not_import_torch():
-    code = "import sys, paceline.report.page.run_page, paceline.report.page.comparison as s; "
+    code = "import sys, paceline.report.page.run_page, paceline.report.run_comparison; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -9,9 +9,7 @@ from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from paceline.analyze.scaling.derived import estimate
 from paceline.analyze.scaling.outcomes.compare_studies import compare_studies
 from paceline.analyze.scaling.study_model import STRONG, WEAK
-from paceline.report.page.study_comparison import comparison_page
-from paceline.report.page.study_page import study_page
-from paceline.report.scaling.comparison_json import comparison_json
+from paceline.report.page.write_page import document_page
 from paceline.report.scaling.findings import (
     CheckedPrediction,
     Curve,
@@ -21,6 +19,13 @@ from paceline.report.scaling.findings import (
     Knee,
     Reason,
 )
+from paceline.report.scaling.study_charts import study_charts
+from paceline.report.scaling.study_comparison import (
+    comparison_charts,
+    comparison_document,
+    comparison_json,
+)
+from paceline.report.scaling.study_document import WIDE, study_document
 from paceline.report.scaling.study_json import study_json
 from studies import make_study, predicted, reach, throughput
 
@@ -42,7 +47,8 @@ def opened(browser, tmp_path):
 
         def open_(study, findings=FINDINGS, **how):
             path = tmp_path / f"page-{show.count}.html"
-            path.write_text(study_page(study, findings))
+            document = study_document(study, findings, WIDE)
+            path.write_text(document_page(document, study_charts(study, findings)))
             return show(path, **how)
 
         yield open_
@@ -56,12 +62,12 @@ def test_page_has_the_figures_of_json(opened):
     lead = page.inner_text("#lead")
     assert "Strong scaling: 8 ranks train" in lead
     assert "times as many samples/s as 1 rank" in lead
-    text = page.inner_text("#summary")
+    text = page.inner_text("#strong")
     assert "From 4 to 8 ranks waiting grew." in text
-    assert "strong scaling, 4 ranks: RuntimeError: <b>no memory</b>" in text
-    fits = page.inner_text("#fits")
-    assert "law: s = 0.05 (0.04 to 0.06); leave-one-out error 3.1 %" in fits
-    assert "measured: 5,625, inside the interval, error -2.2 %" in fits
+    assert "4 ranks: RuntimeError: <b>no memory</b>" in text
+    assert "law: s = 0.05 (0.04 to 0.06); leave-one-out error 3.1 %" in text
+    assert "measured: 5,625, inside the interval, error -2.2 %" in text
+    assert "law\ts\t0.05\t0.04 to 0.06" in page.inner_text("#fits")
 
 
 def test_charts_have_points_bands_and_the_ideal_line(opened):
@@ -99,7 +105,7 @@ def test_page_of_a_study_with_a_target_shows_time_and_node_hours(opened):
     }
     (line,) = drawn(page, "studyTime")
     assert line["y"] == pytest.approx([11_000 / throughput(n) for n in (1, 2)])
-    assert "Soonest to accuracy>=0.97: 2 ranks" in page.inner_text("#summary")
+    assert "Soonest to accuracy>=0.97: 2 ranks" in page.inner_text("#strong")
     assert "A fit needs at least two measured sizes." in page.inner_text("#fits")
 
 
@@ -117,10 +123,10 @@ def test_two_studies_are_on_one_page(browser, tmp_path, theme, width):
     after = replace(after, folder=f"/tmp/{HOSTILE}")
     found = compare_studies(before, after)
     path = tmp_path / "page.html"
-    path.write_text(comparison_page(found))
+    path.write_text(document_page(comparison_document(found), comparison_charts(found)))
     with watched(browser) as show:
         page = show(path, width=width, theme=theme)
-        assert agree(page, json.loads(comparison_json(found))) == 6 * 4
+        assert agree(page, json.loads(comparison_json(found))) == 6 * 3
         assert "Strong scaling, 4 ranks: " in page.inner_text("#lead")
         assert "Measured only before: 8 ranks (strong)" in page.inner_text("#summary")
         assert page.inner_text("#summary").count("better") == 4  # not where both have one rank
@@ -136,4 +142,4 @@ def test_two_studies_are_on_one_page(browser, tmp_path, theme, width):
 
 def test_study_without_figures_has_no_page():
     with pytest.raises(ValueError, match=r"no measured size\. HINT"):
-        study_page(make_study((1,), failed={1}), Findings())
+        study_charts(make_study((1,), failed={1}), Findings())

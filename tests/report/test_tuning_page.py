@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from pages import CONTRAST, HOSTILE, drawn, watched
 
-from paceline.report.page.tuning_page import tuning_page
+from paceline.report.page.write_page import document_page
 from paceline.report.tuning.hparams import write_hparams
+from paceline.report.tuning.tuning_charts import tuning_charts
+from paceline.report.tuning.tuning_document import tuning_document
 from paceline.report.tuning.tuning_view import SearchGain, TrialRow, TuningView
 
 
@@ -54,7 +56,9 @@ def opened(browser, tmp_path):
 
         def open_(view, **how):
             path = tmp_path / f"page-{show.count}.html"
-            path.write_text(tuning_page(view))
+            charts = tuning_charts(view)
+            document = tuning_document(view, charts)
+            path.write_text(document_page(document, {"states": [], "tuning": charts}))
             return show(path, **how)
 
         yield open_
@@ -141,7 +145,7 @@ def test_names_run_nothing(opened):
 
 def test_a_study_without_values_has_no_page():
     with pytest.raises(ValueError, match="no trial with a value yet"):
-        tuning_page(study(rows=[TrialRow(0, "failed", {"lr": 0.1})], best=[]))
+        tuning_charts(study(rows=[TrialRow(0, "failed", {"lr": 0.1})], best=[]))
 
 
 def test_trials_are_written_for_tensorboard(tmp_path, monkeypatch):

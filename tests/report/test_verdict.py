@@ -16,7 +16,7 @@ from paceline.analyze.diagnosis.ladder import Interval
 from paceline.analyze.diagnosis.overlap import Cause
 from paceline.analyze.figures.report import analyse, analyse_with_window
 from paceline.analyze.records.load_run import Run, load_run
-from paceline.cli.common.options import launch_options
+from paceline.cli.common.options import HostAndEnvOptions, RankOptions, launch_words
 from paceline.predict.remedies import Remedy
 from paceline.record.ring.states import State
 from paceline.report.page.run_page import single
@@ -221,10 +221,10 @@ def test_next_after_a_trial_without_time_is_to_try_again(tmp_path):
 
 
 def test_options_that_the_user_did_not_give_are_not_in_the_command():
-    given = (None, None, None, False, False, None, None)
-    values = {"--threads": None, "--bind": "auto", "--cpus-per-rank": None}
-    assert launch_options(*given, values) == ([], [])
-    assert launch_options(*given, values | {"--bind": "core"}) == ([], ["--bind", "core"])
+    nodes = HostAndEnvOptions()
+    assert nodes.words() == []
+    assert launch_words(False, RankOptions(), nodes, {"--horovod": None}) == []
+    assert launch_words(False, RankOptions(bind="core"), nodes, {}) == ["--bind", "core"]
 
 
 def test_values_of_environment_variables_are_not_in_the_command(tmp_path):

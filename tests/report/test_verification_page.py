@@ -8,8 +8,16 @@ from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from rich.console import Console
 
 from paceline.analyze.verification.find import judge
-from paceline.report.page.verification_page import NOBODY, SEVERAL, samples_chart, verification
-from paceline.report.terminal.verification.findings import as_json, render
+from paceline.report.page.write_page import document_page
+from paceline.report.terminal.draw import draw_document
+from paceline.report.verification_document import (
+    NOBODY,
+    SEVERAL,
+    as_json,
+    samples_chart,
+    verification_charts,
+    verification_document,
+)
 from trainings import LOOP, Training, shuffled, verified
 
 
@@ -32,7 +40,7 @@ def right():
 
 def printed(found):
     console = Console(file=io.StringIO(), width=400)
-    console.print(render(found))
+    console.print(*draw_document(verification_document(found)))
     return console.file.getvalue()
 
 
@@ -70,7 +78,9 @@ def opened(browser, tmp_path):
 
         def open_(found, width=1280, theme="light"):
             path = tmp_path / f"page-{show.count}.html"
-            path.write_text(verification(found), encoding="utf-8")
+            charts = verification_charts(found)
+            page = document_page(verification_document(found, charts), charts)
+            path.write_text(page, encoding="utf-8")
             return show(path, width, theme)
 
         yield open_
@@ -80,7 +90,7 @@ def test_page_has_findings_and_charts(wrong, opened):
     page = opened(wrong)
     data = json.loads(json.dumps(as_json(wrong), allow_nan=False))
     assert agree(page, data) > 7
-    assert "Differs" in page.inner_text(".losses")
+    assert "DIFFERS" in page.inner_text(".losses")
     (samples,) = drawn(page, "samples")
     assert samples["y"] == ["epoch 1", "epoch 2", "epoch 3"]
     assert samples["z"][0] == samples["z"][2]

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import typer
+from pages import before_and_after
 from records import Rank, made
 from typer.testing import CliRunner
 
@@ -24,7 +25,6 @@ from paceline.record.ring.launcher_messages import notify
 from paceline.record.ring.states import State
 from paceline.record.ring.tail import Tail
 from paceline.report.console import PlainConsole
-from paceline.report.page.comparison import before_and_after
 from paceline.report.page.run_page import single
 from paceline.report.terminal import hang, top
 from paceline.security.files import InvalidFileError, UnsafeFileError

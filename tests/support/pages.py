@@ -8,6 +8,9 @@ import contextlib
 
 import pytest
 
+from paceline.report.page.write_page import document_page
+from paceline.report.run_comparison import comparison_charts, comparison_document
+
 UNITS = {"%": 0.01, "s": 1, "ms": 1e-3, "µs": 1e-6, "min": 60, "h": 3600}
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.ours=1</script>\"'&{{7*7}}"
@@ -28,6 +31,12 @@ CONTRAST = """() => {
       return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), one.outerHTML.slice(0, 80)]; })
     .filter(([ratio]) => ratio < 4.5);
 }"""
+
+
+def before_and_after(before, after):
+    """Return the page of two analysed runs."""
+    document = comparison_document([before.report], [after.report])
+    return document_page(document, comparison_charts([before, after], ["before", "after"]))
 
 
 class Opening:

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from .common.base import MACHINE, app, examples, exit_on_mistake
-from .common.command import Command, print_json
-from .common.options import Hostfile, Hosts, Json, Launcher
+from .common.command import Command, print_json, with_options
+from .common.options import HostOptions, Json
 from .common.sizes import bytes_of
 
 _bench = typer.Typer(
@@ -38,7 +38,9 @@ def _only() -> None:
         ("paceline bench comm --machine machine.toml", "add the figures to a machine file"),
     ),
 )
+@with_options
 def comm(
+    *,
     ranks: Annotated[
         int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N", min=2)
     ] = 2,
@@ -68,9 +70,7 @@ def comm(
             show_default=False,
         ),
     ] = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
+    nodes: HostOptions,
 ) -> None:
     """Measure collectives by message size: time, algorithm and bus bandwidth as in nccl-tests.
 
@@ -91,7 +91,7 @@ def comm(
             raise ValueError(
                 f"--to must be 1K or more, the smallest vector; this is {largest}. HINT: --to 1K"
             )
-        wish = BenchRequest(operation, sizes, ranks, hosts, hostfile, launcher, bind)
+        wish = BenchRequest(operation, sizes, ranks, nodes, bind)
         found = bench(wish, lambda text: typer.echo(f"paceline: {text}", err=True))
         if before is not None and machine is not None:
             save(merge_collectives(before, found.collectives), machine)

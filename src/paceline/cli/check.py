@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from .common.base import MACHINE, app, examples, exit_on_mistake
-from .common.command import Command, print_json
-from .common.options import Env, Hostfile, Hosts, Json, Launcher
+from .common.command import Command, print_json, with_options
+from .common.options import HostAndEnvOptions, Json
 
 READING = "Reading rate of a dataset"  # headings of options in --help
 ENVIRONMENT = "Python environment"
@@ -30,7 +30,9 @@ BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # lead to 
         ("paceline check --pack-env", "one file instead of many for Python"),
     ),
 )
+@with_options
 def check(
+    *,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -69,10 +71,7 @@ def check(
         ),
     ] = None,
     json: Json = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    env: Env = None,
+    nodes: HostAndEnvOptions,
     labels: Annotated[
         str | None,
         typer.Option(
@@ -160,8 +159,7 @@ def check(
         if given and data is None:
             raise ValueError(f"{given[0]} needs a dataset. HINT: add --data DATASET")
         if data is not None and (given or _is_set(data)):
-            elsewhere = {"-H": hosts, "--hostfile": hostfile, "--launcher": launcher, "--env": env}
-            if others := [name for name, value in elsewhere.items() if value]:
+            if others := [*nodes.words(), *["--env"] * bool(nodes.env)]:
                 raise ValueError(
                     f"{others[0]}: Paceline measures a dataset on this node only. HINT: start "
                     "paceline check --data on the other node (ssh, srun); or use --data FOLDER "
@@ -175,7 +173,7 @@ def check(
         from ..study.check import check as measured
 
         folder = None if data is None else Path(data)
-        wish = CheckRequest(hosts, hostfile, launcher, tuple(env or ()), ranks, folder, quick)
+        wish = CheckRequest(nodes, ranks, folder, quick)
         checked = measured(wish)
         save(checked.machine, out)
     oddities = find_outliers(checked.machine)

@@ -1,34 +1,24 @@
 """The command ``paceline diagnose``."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import with_options
 from .common.diagnosis_outputs import DiagnosisOutputs
 from .common.options import (
-    Args,
-    Bind,
-    CpusPerRank,
-    Env,
-    Fresh,
-    HangTimeout,
     Horovod,
-    Hostfile,
-    Hosts,
+    HostAndEnvOptions,
     Json,
-    Launcher,
-    Module,
-    Ranks,
-    Script,
+    RankOptions,
+    ScriptOptions,
     Settings,
-    Smt,
-    Threads,
     can_be_written,
     knobs_of,
-    launch_options,
+    launch_words,
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
@@ -37,6 +27,85 @@ if TYPE_CHECKING:
     from ..study.diagnose.diagnose import Diagnosis
 
 MEASUREMENT = "Measurement"  # heading of options in --help
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions:
+    """The options of ``paceline diagnose``, as typed."""
+
+    script: ScriptOptions
+    minutes: Annotated[
+        float,
+        typer.Option(
+            help="Maximum duration. A longer measurement gives narrower intervals.",
+            metavar="MINUTES",
+            min=0.2,
+        ),
+    ] = 5.0
+    try_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="NAME[=VALUE]",
+            help="Set this remedy (all: every remedy, best prediction first), measure it in "
+            "alternation with the unchanged training, and keep it if it helps. May be repeated. "
+            "Everything together takes at most 1.5 times --minutes.",
+            show_default=False,
+        ),
+    ] = None
+    save_settings: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --try: write the remedies that helped to this file, for paceline run "
+            "--settings.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    settings: Settings = None
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with causes, evidence and charts to this file, for any browser.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    json: Json = None
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            help="Machine file (paceline check): also compare the computation with the limits "
+            "measured there.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps measured in each experiment. Default: 10 to 400, depending on "
+            "--minutes.",
+            metavar="N",
+            min=3,
+            show_default=False,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None
+    warm_up: Annotated[
+        int,
+        typer.Option(
+            "--warm-up",
+            help="Optimizer steps before the measured ones.",
+            metavar="N",
+            min=1,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = 5
+    nodes: HostAndEnvOptions
+    how: RankOptions
+    horovod: Horovod = None
 
 
 @app.command(
@@ -52,92 +121,8 @@ MEASUREMENT = "Measurement"  # heading of options in --help
         ("salloc -N 2 paceline diagnose --json train.py > found.json", "in an allocation"),
     ),
 )
-def diagnose(
-    script: Script,
-    args: Args = None,
-    ranks: Ranks = None,
-    module: Module = False,
-    minutes: Annotated[
-        float,
-        typer.Option(
-            help="Maximum duration. A longer measurement gives narrower intervals.",
-            metavar="MINUTES",
-            min=0.2,
-        ),
-    ] = 5.0,
-    try_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--try",
-            metavar="NAME[=VALUE]",
-            help="Set this remedy (all: every remedy, best prediction first), measure it in "
-            "alternation with the unchanged training, and keep it if it helps. May be repeated. "
-            "Everything together takes at most 1.5 times --minutes.",
-            show_default=False,
-        ),
-    ] = None,
-    save_settings: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --try: write the remedies that helped to this file, for paceline run "
-            "--settings.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None,
-    settings: Settings = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a page with causes, evidence and charts to this file, for any browser.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None,
-    json: Json = None,
-    machine: Annotated[
-        Path | None,
-        typer.Option(
-            help="Machine file (paceline check): also compare the computation with the limits "
-            "measured there.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Optimizer steps measured in each experiment. Default: 10 to 400, depending on "
-            "--minutes.",
-            metavar="N",
-            min=3,
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
-        ),
-    ] = None,
-    warm_up: Annotated[
-        int,
-        typer.Option(
-            "--warm-up",
-            help="Optimizer steps before the measured ones.",
-            metavar="N",
-            min=1,
-            rich_help_panel=MEASUREMENT,
-        ),
-    ] = 5,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    env: Env = None,
-    bind: Bind = "auto",
-    threads: Threads = None,
-    cpus_per_rank: CpusPerRank = None,
-    smt: Smt = None,
-    fresh: Fresh = False,
-    hang_timeout: HangTimeout = None,
-    horovod: Horovod = None,
-) -> None:
+@with_options
+def diagnose(options: DiagnoseOptions) -> None:
     """Find what slows SCRIPT down: run it a few steps at a time, with parts switched off.
 
     The loader, the gradient synchronization or the other ranks are switched off from outside.
@@ -156,42 +141,43 @@ def diagnose(
     from ..study.diagnose.run_script import RunRequest
     from ..study.diagnose.try_remedies import check_arguments
 
-    where, options = launch_options(
-        *(hosts, hostfile, launcher, module, fresh, smt, env),
-        {
-            "--threads": threads,
-            "--bind": bind,
-            "--cpus-per-rank": cpus_per_rank,
-            "--hang-timeout": hang_timeout,
-            "--horovod": horovod,
-        },
-    )
+    script, wanted = options.script, options.try_ or []
     with exit_on_mistake():
-        check_arguments(try_ or [])
-        if save_settings is not None:
-            if not try_:
+        check_arguments(wanted)
+        if options.save_settings is not None:
+            if not wanted:
                 raise ValueError("--save-settings needs --try. HINT: add --try all")
-            can_be_written(save_settings, "--save-settings")
-        if html is not None:
-            can_be_written(html, "--html")
-        known = load(machine) if machine is not None else None
-        knobs = knobs_of(settings, script)
-        asked = RunRequest(
-            script, args or [], where, options, ranks, minutes, steps, warm_up, settings=knobs
+            can_be_written(options.save_settings, "--save-settings")
+        if options.html is not None:
+            can_be_written(options.html, "--html")
+        known = load(options.machine) if options.machine is not None else None
+        words = launch_words(
+            script.module, options.how, options.nodes, {"--horovod": options.horovod}
         )
-        total = total_deadline(minutes, bool(try_))
-        outputs = DiagnosisOutputs(json, html, save_settings)
+        asked = RunRequest(
+            script.script,
+            script.args or [],
+            options.nodes.words(),
+            words,
+            script.ranks,
+            options.minutes,
+            options.steps,
+            options.warm_up,
+            settings=knobs_of(options.settings, script.script),
+        )
+        total = total_deadline(options.minutes, bool(wanted))
+        outputs = DiagnosisOutputs(options.json, options.html, options.save_settings)
         with interruptible() as interruption, StatusLine(total.at_s) as status:
-            first = total.part(LADDER_SHARE) if try_ else total
+            first = total.part(LADDER_SHARE) if wanted else total
             found = run_diagnosis(replace(asked, deadline=first), status.say, known)
-            if try_ and interruption.signal_number is None:
+            if wanted and interruption.signal_number is None:
 
                 def update(now: "Diagnosis") -> None:
                     status.clear()
                     outputs.update(now)
 
                 update(found)
-                found = try_all(replace(asked, deadline=total), found, try_, status.say, update)
+                found = try_all(replace(asked, deadline=total), found, wanted, status.say, update)
             status.clear()
             outputs.finish(found)
     if interruption.signal_number is not None:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common.base import DATASETS, app, examples, exit_on_mistake
-from .common.command import Command, print_json
+from .common.command import Command, print_json, with_options
 from .common.guarded_process import run_guarded
-from .common.options import NODES, Env, Hostfile, Hosts, Json, Launcher
+from .common.options import NODES, HostAndEnvOptions, Json
 from .common.sizes import bytes_of
 
 if TYPE_CHECKING:
     from ..data.packing.pack import PackReport
-    from ..study.packing import PackRequest, RankPlacement
+    from ..launch.options import LaunchOptions
+    from ..study.packing import PackRequest
 
 SAMPLES = "Samples"  # headings of options in --help
 SHARDS = "Shards"
@@ -41,7 +42,9 @@ QUIET_S = 10.0  # seconds between progress lines without a terminal
         ("paceline pack --check packed/", "verify every sample"),
     ),
 )
+@with_options
 def pack(
+    *,
     source: Annotated[
         str,
         typer.Argument(
@@ -198,10 +201,7 @@ def pack(
             rich_help_panel=NODES,
         ),
     ] = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    env: Env = None,
+    nodes: HostAndEnvOptions,
 ) -> None:
     """Write many small files into few large ones, in random order, with a checksum per sample.
 
@@ -213,11 +213,13 @@ def pack(
     """
     with exit_on_mistake():
         from ..data.packing.pack import PackOptions
-        from ..study.packing import PackRequest, RankPlacement
+        from ..launch.options import LaunchOptions
+        from ..study.packing import PackRequest
 
-        where = RankPlacement(ranks, hosts, hostfile, launcher, tuple(env or ()))
-        if env and not where:
-            raise ValueError(f"--env {env[0]} needs ranks. HINT: add -n or -H")
+        on_ranks = ranks is not None or bool(nodes.words())
+        where = LaunchOptions(ranks, nodes) if on_ranks else None
+        if nodes.env and not on_ranks:
+            raise ValueError(f"--env {nodes.env[0]} needs ranks. HINT: add -n or -H")
         if check:
             if dest is not None:
                 raise ValueError(
@@ -240,7 +242,7 @@ def pack(
         table = None if labels is None else str(labels)
         asked = PackRequest(source, str(dest), table, apply, workers, encoding, wish)
         work = partial(_pack, asked, where, to, json, _striping(dest, to, stripe))
-        library = "" if where else _library(source)
+        library = "" if on_ranks else _library(source)
         if library:  # a C library, which may not validate all of its input
             run_guarded(work, partial(_at_fault, source, library), hangs=apply is None)
         else:
@@ -264,7 +266,7 @@ def _striping(dest: Path, to: str | None, count: str | None) -> Callable[[Path],
 
 def _pack(
     asked: "PackRequest",
-    where: "RankPlacement",
+    where: "LaunchOptions | None",
     to: str | None,
     json: Path | None,
     prepare: Callable[[Path], None] | None,
@@ -298,7 +300,7 @@ def _at_fault(source: str, library: str, what: str) -> str:
 
 def _packed(
     asked: "PackRequest",
-    where: "RankPlacement",
+    where: "LaunchOptions | None",
     to: str | None,
     prepare: Callable[[Path], None] | None,
 ) -> "PackReport":
@@ -309,7 +311,7 @@ def _packed(
     if to is None and prepare is not None:
         prepare(Path(asked.dest))
     with progress("packed" if to is None else "done", None) as step:
-        if where and to is None:
+        if where is not None and to is None:
             return pack_on_ranks(asked, where, step)
         if to is not None:
             _of_one_process(where, "--to")
@@ -322,8 +324,8 @@ def _packed(
         return convert(asked.source, asked.dest, to, asked.labels, prepare=prepare, **options)
 
 
-def _of_one_process(where: "RankPlacement", option: str) -> None:
-    if where:
+def _of_one_process(where: "LaunchOptions | None", option: str) -> None:
+    if where is not None:
         raise ValueError(
             f"{option} runs in one process. HINT: leave out -n, -H, --hostfile and --launcher; "
             f"use {option} on the result of paceline pack -n"

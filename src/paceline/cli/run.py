@@ -2,61 +2,41 @@
 
 import os
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
 
 from ..cluster.horovod_import import check_choice
-from ..launch.guard.request import Action
 from ..launch.job import Job
+from ..launch.options import LaunchOptions, Preview
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
-from .common.guard_options import (
-    SEEDS_WITHOUT_REFERENCE,
-    check_reference_options,
-    guard_of,
-    options_of,
-    run_reference,
-)
+from .common.command import with_options
+from .common.guard_options import GuardOptions, run_reference
 from .common.options import (
     BINDING,
     FAULTS,
     LAYOUTS,
     NODES,
     RECORDING,
-    Args,
-    Bind,
-    CpusPerRank,
-    Env,
     Exchange,
-    Fresh,
-    HangTimeout,
     Horovod,
-    Hostfile,
-    Hosts,
-    Launcher,
-    MakeReference,
-    MetricOption,
-    Module,
-    OnDivergence,
+    HostAndEnvOptions,
     Pack,
-    Ranks,
-    References,
-    Script,
-    Seeds,
+    RankOptions,
+    ScriptOptions,
     Settings,
-    Smt,
     Stage,
-    Threads,
     TuneCompression,
     TuneExchange,
-    Until,
     knobs_of,
     layout_knob,
+    option_words,
     tuning_of,
 )
 from .common.script_options import ScriptCommand
-from .common.stage_before_run import PackHosts, sets_of
+from .common.stage_before_run import sets_of
 
 
 class RunCommand(ScriptCommand):
@@ -91,6 +71,236 @@ class RunCommand(ScriptCommand):
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of ``paceline run``, as typed."""
+
+    script: ScriptOptions
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record what every rank does, of any script, into this folder: see paceline "
+            "report.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="Number of restarts after failures. A script with world.epochs(checkpoint=...) "
+            "resumes from its last checkpoint.",
+            metavar="N",
+            min=0,
+        ),
+    ] = 0
+    settings: Settings = None
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Print the figures of the summary as JSON after the output of the script; "
+            "--json=FILE, or --json NAME.json, writes them to a file.",
+            metavar="[=FILE]",
+            show_default=False,
+            readable=False,
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print which ranks would start where, and start nothing."),
+    ] = False
+    show_memory: Annotated[
+        bool,
+        typer.Option(
+            "--show-memory",
+            help="Print the predicted memory of a rank in each layout of world.distribute, and "
+            "end. One process runs three steps of SCRIPT without computing its models. With "
+            "--json, print it as JSON.",
+            rich_help_panel=LAYOUTS,
+        ),
+    ] = False
+    rehearse: Annotated[
+        int | None,
+        typer.Option(
+            "--rehearse",
+            help="Run SCRIPT as single ranks of a job of N ranks, one after the other, in one "
+            "process on this machine without network, for two steps. Print what each axis "
+            "exchanges, the memory of the ranks, and the first error that they would meet (exit "
+            "code 1). Computes on the CPU; values are not those of a training.",
+            metavar="N",
+            min=1,
+            show_default=False,
+            rich_help_panel=LAYOUTS,
+        ),
+    ] = None
+    show_layout: Annotated[
+        bool,
+        typer.Option(
+            "--show-layout",
+            help="Print on which host each rank would run, and what each axis of the layout sends "
+            "in a step over which links, and end. Rehearses the script (see --rehearse).",
+            rich_help_panel=LAYOUTS,
+        ),
+    ] = False
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            help="Layout of the models of world.distribute, in place of that of the script: "
+            "'dp2 x tp4', 'zero3'.",
+            metavar="LAYOUT",
+            show_default=False,
+            rich_help_panel=LAYOUTS,
+        ),
+    ] = None
+    nodes: HostAndEnvOptions
+    port: Annotated[
+        int,
+        typer.Option(
+            help="Port of the ranks' store. 0 selects a free port.",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            rich_help_panel=NODES,
+        ),
+    ] = 0
+    how: RankOptions
+    report_bindings: Annotated[
+        bool,
+        typer.Option(
+            "--report-bindings",
+            help="After the first step, show the cores on which ranks, their threads and loader "
+            "workers run, with a drawing of each node.",
+            rich_help_panel=BINDING,
+        ),
+    ] = False
+    min_hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="With --max-restarts: continue without lost nodes, if at least this many remain. "
+            "Default: as many nodes as at the start.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=FAULTS,
+        ),
+    ] = None
+    host_discovery_script: Annotated[
+        str | None,
+        typer.Option(
+            help="With --max-restarts: program that prints the hosts, one HOST[:N] a line. "
+            "Paceline runs it every 5 s. When it names a new host, the ranks write a checkpoint "
+            "and continue with more ranks, at most -n. Without -H it names the hosts of the "
+            "start, too.",
+            metavar="PROGRAM",
+            show_default=False,
+            rich_help_panel=FAULTS,
+        ),
+    ] = None
+    stage: Stage = None
+    pack: Pack = None
+    guard: GuardOptions
+    horovod: Horovod = None
+    exchange: Exchange = None
+    tune_exchange: TuneExchange = None
+    tune_compression: TuneCompression = False
+    count_flops: Annotated[
+        bool,
+        typer.Option(
+            "--count-flops",
+            help="With --record: count FLOPs and memory traffic of step 10, for the roofline of "
+            "paceline report --machine. That step is slower.",
+            rich_help_panel=RECORDING,
+        ),
+    ] = False
+
+    @property
+    def preview(self) -> Preview | None:
+        """What is shown in place of a training.
+
+        Raises:
+            ValueError: Options contradict each other.
+        """
+        given = {
+            Preview.PLAN: self.dry_run,
+            Preview.MEMORY: self.show_memory,
+            Preview.REHEARSAL: self.rehearse is not None,
+            Preview.LAYOUT: self.show_layout,
+        }
+        asked = [preview for preview, is_given in given.items() if is_given]
+        if not asked:
+            return None
+        if len(asked) > 1 and asked != [Preview.REHEARSAL, Preview.LAYOUT]:
+            both = " and ".join(preview.value for preview in asked)
+            raise ValueError(f"{both} can't be used together. HINT: one of them")
+        name = asked[0].value
+        if self.record is not None and asked[0] is not Preview.PLAN:
+            raise ValueError(f"{name} records nothing. HINT: leave out --record")
+        if self.guard.make_reference is not None:
+            raise ValueError(f"{name} trains nothing. HINT: leave out --make-reference")
+        return asked[-1]
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks, of -n or --rehearse. Raises ValueError if they differ."""
+        ranks = self.script.ranks
+        if self.rehearse is None:
+            return ranks
+        if ranks not in (None, self.rehearse):
+            raise ValueError(
+                f"-n {ranks} and --rehearse {self.rehearse} name two numbers of ranks. HINT: leave "
+                "out -n"
+            )
+        return self.rehearse
+
+    def job(self) -> Job:
+        """Return the job. Packs the datasets of --stage that are not packed yet.
+
+        Raises:
+            ValueError: Options are invalid or contradict each other.
+        """
+        script, how = self.script, self.how
+        guard = self.guard.request(self.record)
+        horovod = check_choice(self.horovod)
+        knobs = knobs_of(self.settings, script.script, self.exchange) | layout_knob(self.layout)
+        tuning = tuning_of(self.tune_exchange, self.tune_compression, script.script, knobs)
+        pack = [] if self.dry_run else self.pack or []
+        return Job(
+            name=script.script,
+            args=script.args or [],
+            module=script.module,
+            max_restarts=self.max_restarts,
+            min_hosts=self.min_hosts,
+            fresh=how.fresh,
+            threads=how.threads,
+            bind=how.bind,
+            cpus_per_rank=how.cpus_per_rank,
+            smt=how.smt,
+            report_bindings=self.report_bindings,
+            port=self.port,
+            hang_timeout=how.hang_timeout,
+            summary=self.json,
+            record=self.record,
+            count_flops=self.count_flops,
+            settings=knobs,
+            tuning=tuning,
+            stage=sets_of(self.stage or [], pack, self.nodes),
+            guard=guard,
+            horovod=horovod,
+        )
+
+    def words_of_reference(self) -> list[str]:
+        """Return the options of the runs of --make-reference."""
+        return self.how.words() + option_words(
+            {
+                "--settings": self.settings,
+                "--exchange": self.exchange,
+                "--horovod": self.horovod,
+                "--env": self.nodes.env,
+            }
+        )
+
+
 @app.command(
     cls=RunCommand,
     rich_help_panel=RUN,
@@ -111,162 +321,8 @@ class RunCommand(ScriptCommand):
         ("salloc -N 2 paceline run train.py", "all nodes of an allocation"),
     ),
 )
-def run(
-    script: Script,
-    args: Args = None,
-    ranks: Ranks = None,
-    module: Module = False,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            help="Record what every rank does, of any script, into this folder: see paceline "
-            "report.",
-            metavar="DIR",
-            show_default=False,
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            help="Number of restarts after failures. A script with world.epochs(checkpoint=...) "
-            "resumes from its last checkpoint.",
-            metavar="N",
-            min=0,
-        ),
-    ] = 0,
-    settings: Settings = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Print the figures of the summary as JSON after the output of the script; "
-            "--json=FILE, or --json NAME.json, writes them to a file.",
-            metavar="[=FILE]",
-            show_default=False,
-            readable=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print which ranks would start where, and start nothing."),
-    ] = False,
-    show_memory: Annotated[
-        bool,
-        typer.Option(
-            "--show-memory",
-            help="Print the predicted memory of a rank in each layout of world.distribute, and "
-            "end. One process runs three steps of SCRIPT without computing its models. With "
-            "--json, print it as JSON.",
-            rich_help_panel=LAYOUTS,
-        ),
-    ] = False,
-    rehearse: Annotated[
-        int | None,
-        typer.Option(
-            "--rehearse",
-            help="Run SCRIPT as single ranks of a job of N ranks, one after the other, in one "
-            "process on this machine without network, for two steps. Print what each axis "
-            "exchanges, the memory of the ranks, and the first error that they would meet (exit "
-            "code 1). Computes on the CPU; values are not those of a training.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=LAYOUTS,
-        ),
-    ] = None,
-    show_layout: Annotated[
-        bool,
-        typer.Option(
-            "--show-layout",
-            help="Print on which host each rank would run, and what each axis of the layout sends "
-            "in a step over which links, and end. Rehearses the script (see --rehearse).",
-            rich_help_panel=LAYOUTS,
-        ),
-    ] = False,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            "--layout",
-            help="Layout of the models of world.distribute, in place of that of the script: "
-            "'dp2 x tp4', 'zero3'.",
-            metavar="LAYOUT",
-            show_default=False,
-            rich_help_panel=LAYOUTS,
-        ),
-    ] = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    env: Env = None,
-    port: Annotated[
-        int,
-        typer.Option(
-            help="Port of the ranks' store. 0 selects a free port.",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            rich_help_panel=NODES,
-        ),
-    ] = 0,
-    bind: Bind = "auto",
-    threads: Threads = None,
-    cpus_per_rank: CpusPerRank = None,
-    smt: Smt = None,
-    fresh: Fresh = False,
-    report_bindings: Annotated[
-        bool,
-        typer.Option(
-            "--report-bindings",
-            help="After the first step, show the cores on which ranks, their threads and loader "
-            "workers run, with a drawing of each node.",
-            rich_help_panel=BINDING,
-        ),
-    ] = False,
-    hang_timeout: HangTimeout = None,
-    min_hosts: Annotated[
-        int | None,
-        typer.Option(
-            help="With --max-restarts: continue without lost nodes, if at least this many remain. "
-            "Default: as many nodes as at the start.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=FAULTS,
-        ),
-    ] = None,
-    host_discovery_script: Annotated[
-        str | None,
-        typer.Option(
-            help="With --max-restarts: program that prints the hosts, one HOST[:N] a line. "
-            "Paceline runs it every 5 s. When it names a new host, the ranks write a checkpoint "
-            "and continue with more ranks, at most -n. Without -H it names the hosts of the "
-            "start, too.",
-            metavar="PROGRAM",
-            show_default=False,
-            rich_help_panel=FAULTS,
-        ),
-    ] = None,
-    stage: Stage = None,
-    pack: Pack = None,
-    reference: References = None,
-    metric: MetricOption = None,
-    on_divergence: OnDivergence = Action.TELL,
-    until: Until = None,
-    make_reference: MakeReference = None,
-    seeds: Seeds = None,
-    horovod: Horovod = None,
-    exchange: Exchange = None,
-    tune_exchange: TuneExchange = None,
-    tune_compression: TuneCompression = False,
-    count_flops: Annotated[
-        bool,
-        typer.Option(
-            "--count-flops",
-            help="With --record: count FLOPs and memory traffic of step 10, for the roofline of "
-            "paceline report --machine. That step is slower.",
-            rich_help_panel=RECORDING,
-        ),
-    ] = False,
-) -> None:
+@with_options
+def run(options: RunOptions) -> None:
     """Start SCRIPT on the ranks of this machine, of named hosts, or of an allocation.
 
     In an allocation (Slurm, LSF, PBS, Flux, Cobalt) all of its nodes are used. Ranks get the
@@ -279,78 +335,15 @@ def run(
     from ..launch.start import start
 
     with exit_on_mistake():
-        ranks = _check_shown(
-            dry_run, show_memory, rehearse, show_layout, ranks, record, make_reference
-        )
-        guard = guard_of(reference, metric, on_divergence, record, until)
-        if make_reference is not None:
-            if until is not None:
-                raise ValueError(
-                    "--until and --make-reference can't be used together: a reference is trained "
-                    "to its end. HINT: leave out --until"
-                )
-            make_reference = check_reference_options(make_reference, reference, ranks, record)
-        elif seeds is not None:
-            raise ValueError(SEEDS_WITHOUT_REFERENCE)
-        found_horovod = check_choice(horovod)
-        knobs = knobs_of(settings, script, exchange) | layout_knob(layout)
-        tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
-        sets = sets_of(
-            stage or [], [] if dry_run else pack or [], PackHosts(hosts, hostfile, launcher)
-        )
-    job = Job(
-        name=script,
-        args=args or [],
-        module=module,
-        max_restarts=max_restarts,
-        min_hosts=min_hosts,
-        fresh=fresh,
-        threads=threads,
-        bind=bind,
-        cpus_per_rank=cpus_per_rank,
-        smt=smt,
-        report_bindings=report_bindings,
-        port=port,
-        hang_timeout=hang_timeout,
-        summary=json,
-        record=record,
-        count_flops=count_flops,
-        settings=knobs,
-        tuning=tuning,
-        stage=sets,
-        guard=guard,
-        horovod=found_horovod,
-    )
-    if make_reference is not None:
-        words = options_of(
-            {
-                "--threads": threads,
-                "--bind": bind,
-                "--cpus-per-rank": cpus_per_rank,
-                "--hang-timeout": hang_timeout,
-                "--settings": settings,
-                "--exchange": exchange,
-                "--horovod": horovod,
-                "--env": env,
-                "--fresh": fresh,
-            }
-        )
-        run_reference(make_reference, job.words, metric, seeds, words)
+        ranks, preview = options.ranks, options.preview
+        reference = options.guard.reference_file(ranks, options.record)
+        job = options.job()
+    if reference is not None:
+        guard, words = options.guard, options.words_of_reference()
+        run_reference(reference, job.words, guard.metric, guard.seeds, words)
+    nodes = replace(options.nodes, discovery=options.host_discovery_script)
     try:
-        code = start(
-            job,
-            ranks,
-            hosts,
-            hostfile,
-            launcher,
-            env or [],
-            dry_run,
-            explain_default=True,
-            show_memory=show_memory,
-            rehearse=rehearse is not None,
-            show_layout=show_layout,
-            discovery=host_discovery_script,
-        )
+        code = start(job, LaunchOptions(ranks, nodes, preview, explain_default=True))
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
         code = 2
@@ -360,39 +353,3 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing needs cleanup, and torch's takes half a second
-
-
-def _check_shown(
-    dry_run: bool,
-    show_memory: bool,
-    rehearse: int | None,
-    show_layout: bool,
-    ranks: int | None,
-    record: Path | None,
-    make_reference: Path | None,
-) -> int | None:
-    """Return the number of ranks, after checking the options that train nothing.
-
-    Raises:
-        ValueError: Options contradict each other.
-    """
-    given = {
-        "--show-memory": show_memory,
-        "--rehearse": rehearse is not None,
-        "--show-layout": show_layout,
-    }
-    named = [name for name, is_given in given.items() if is_given]
-    if named and (dry_run or (len(named) > 1 and show_memory)):
-        both = " and ".join(["--dry-run", *named] if dry_run else named)
-        raise ValueError(f"{both} can't be used together. HINT: one of them")
-    if named and record is not None:
-        raise ValueError(f"{named[0]} records nothing. HINT: leave out --record")
-    if named and make_reference is not None:
-        raise ValueError(f"{named[0]} trains nothing. HINT: leave out --make-reference")
-    if rehearse is None:
-        return ranks
-    if ranks not in (None, rehearse):
-        raise ValueError(
-            f"-n {ranks} and --rehearse {rehearse} name two numbers of ranks. HINT: leave out -n"
-        )
-    return rehearse

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common.base import DATASETS, app, examples, exit_on_mistake
-from .common.command import Command, print_json
-from .common.options import Env, Hostfile, Hosts, Json, Launcher
+from .common.command import Command, print_json, with_options
+from .common.options import HostAndEnvOptions, Json
 from .common.sizes import bytes_of
 from .pack import progress
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
         ("PACELINE_STAGE=/local paceline run --stage packed/ train.py", "during a training"),
     ),
 )
+@with_options
 def stage(
+    *,
     source: Annotated[Path, typer.Argument(help="Packed dataset on the shared file system.")],
     root: Annotated[
         Path | None,
@@ -57,10 +59,7 @@ def stage(
         ),
     ] = False,
     json: Json = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    env: Env = None,
+    nodes: HostAndEnvOptions,
     beside: Annotated[
         bool,
         typer.Option(
@@ -86,7 +85,7 @@ def stage(
     with exit_on_mistake():
         from ..data.format.shard_format import load_meta
         from ..data.staging.staged_sets import VARIABLE
-        from ..study.stage import StageRequest, stage_on_hosts, sum_hosts
+        from ..study.stage import stage_on_hosts, staging_target, sum_hosts
 
         given = os.environ.get(VARIABLE) if root is None else str(root)
         if not given:
@@ -95,12 +94,11 @@ def stage(
                 "PACELINE_STAGE=ROOT"
             )
         most = None if room is None else bytes_of(room, "--room")
-        wish = StageRequest(hosts, hostfile, launcher, tuple(env or []))
-        where = None if beside else wish.target()
+        where = None if beside else staging_target(nodes)
         if where is not None:
             load_meta(source)
             code, told = stage_on_hosts(
-                wish, where, source, str(Path(given).absolute()), most, _say, shared
+                nodes, where, source, str(Path(given).absolute()), most, _say, shared
             )
             if json is not None:
                 print_json(sum_hosts(told), json, name="paceline-stage")

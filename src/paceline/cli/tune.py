@@ -11,10 +11,9 @@ import typer
 
 from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import Command
-from .common.options import Hostfile, Hosts, Json, Launcher, Pack, Stage
-from .common.stage_before_run import PackHosts, sets_of
-from .common.study_outputs import FILES, HtmlFile
+from .common.command import Command, with_options
+from .common.options import HostOptions, Pack, Stage
+from .common.stage_before_run import sets_of
 from .common.tuning_outputs import TuningOutputs
 
 
@@ -31,7 +30,9 @@ from .common.tuning_outputs import TuningOutputs
         ("salloc -N 4 paceline tune study.toml", "trials on all nodes of an allocation"),
     ),
 )
+@with_options
 def tune(
+    *,
     study: Annotated[
         Path,
         typer.Argument(
@@ -66,41 +67,10 @@ def tune(
             show_default=False,
         ),
     ] = None,
-    json: Json = None,
-    best: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the parameters of the best trial to this file (TOML).",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write all trials to this file: one line for each.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    html: HtmlFile = None,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the trials into this folder for TensorBoard's HParams. Needs the package "
-            "tensorboard.",
-            metavar="DIR",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
-    ] = None,
+    files: TuningOutputs,
     stage: Stage = None,
     pack: Pack = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
+    nodes: HostOptions,
 ) -> None:
     """Search for the parameters with which a script reaches the best value of a metric.
 
@@ -112,21 +82,20 @@ def tune(
     it runs. The trials' output and checkpoints are in STUDY.trials. Ctrl-C ends the trials; after
     it, or after kill -9, --continue goes on.
     """
-    from ..report.terminal.tuning.live_tuning import TuneDisplay
+    from ..report.terminal.live_studies import TuneDisplay
     from ..study.tune.tune import TuneOptions, show_study
     from ..study.tune.tune import tune as run_tune
 
     with exit_on_mistake():
-        files = TuningOutputs(json, csv, best, html, tensorboard)
         files.check()
-        if show or (best is not None and not continued and not fork and _has_study(study)):
+        if show or (files.best is not None and not continued and not fork and _has_study(study)):
             _check_shown(continued, fork)
             files.finish(show_study(study)[1])
             return
         if continued and fork:
             raise ValueError("--continue and --fork can't be used together. HINT: leave out one")
-        sets = sets_of(stage or [], pack or [], PackHosts(hosts, hostfile, launcher))
-        options = TuneOptions(continued, fork, minutes, hosts, hostfile, launcher, sets)
+        sets = sets_of(stage or [], pack or [], nodes)
+        options = TuneOptions(continued, fork, minutes, nodes, sets)
         with _signals() as received, TuneDisplay() as display:
             end = run_tune(study, options, display, lambda: bool(received))
         files.finish(end.view, is_shown=False)

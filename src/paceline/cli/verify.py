@@ -1,37 +1,27 @@
 """The command ``paceline verify``."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import STDOUT, print_json
+from .common.command import STDOUT, print_json, with_options
 from .common.guard_options import check_reference_options, run_reference
 from .common.options import (
-    Args,
-    Bind,
-    CpusPerRank,
-    Env,
-    Fresh,
-    HangTimeout,
     Horovod,
-    Hostfile,
-    Hosts,
+    HostAndEnvOptions,
     Json,
-    Launcher,
     MakeReference,
     MetricOption,
-    Module,
-    Ranks,
-    Script,
+    RankOptions,
+    ScriptOptions,
     Seeds,
     Settings,
-    Smt,
-    Threads,
     can_be_written,
-    launch_options,
+    launch_words,
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
@@ -40,6 +30,47 @@ if TYPE_CHECKING:
     from ..study.trials import ScriptRequest
 
 MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The options of ``paceline verify``, as typed."""
+
+    script: ScriptOptions
+    minutes: Annotated[
+        float,
+        typer.Option(
+            help="Maximum duration of all runs together.",
+            metavar="MINUTES",
+            min=0.2,
+        ),
+    ] = 5.0
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with the findings and charts to this file, for any browser.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    json: Json = None
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Accept a difference from one process that is meant, and that an experiment "
+            "confirms: batch-norm, random-numbers, padding, part-loss or own-loss. May be "
+            "repeated.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None
+    settings: Settings = None
+    nodes: HostAndEnvOptions
+    how: RankOptions
+    horovod: Horovod = None
+    make_reference: MakeReference = None
+    seeds: Seeds = None
+    metric: MetricOption = None
 
 
 @app.command(
@@ -56,54 +87,8 @@ MINUTE_S = 60.0
         ("paceline verify --make-reference ref.json train.py", "losses of one rank, 3 seeds"),
     ),
 )
-def verify(
-    script: Script,
-    args: Args = None,
-    ranks: Ranks = None,
-    module: Module = False,
-    minutes: Annotated[
-        float,
-        typer.Option(
-            help="Maximum duration of all runs together.",
-            metavar="MINUTES",
-            min=0.2,
-        ),
-    ] = 5.0,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a page with the findings and charts to this file, for any browser.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None,
-    json: Json = None,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Accept a difference from one process that is meant, and that an experiment "
-            "confirms: batch-norm, random-numbers, padding, part-loss or own-loss. May be "
-            "repeated.",
-            metavar="NAME",
-            show_default=False,
-        ),
-    ] = None,
-    settings: Settings = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    launcher: Launcher = None,
-    env: Env = None,
-    bind: Bind = "auto",
-    threads: Threads = None,
-    cpus_per_rank: CpusPerRank = None,
-    smt: Smt = None,
-    fresh: Fresh = False,
-    hang_timeout: HangTimeout = None,
-    horovod: Horovod = None,
-    make_reference: MakeReference = None,
-    seeds: Seeds = None,
-    metric: MetricOption = None,
-) -> None:
+@with_options
+def verify(options: VerifyOptions) -> None:
     """Find out whether N ranks train what one process would with the same samples.
 
     SCRIPT runs a few steps of a few epochs on N ranks, and again on one rank with the same
@@ -125,33 +110,34 @@ def verify(
     """
     from ..study.trials import ScriptRequest
 
-    where, options = launch_options(
-        *(hosts, hostfile, launcher, module, fresh, smt, env),
-        {
-            "--threads": threads,
-            "--bind": bind,
-            "--cpus-per-rank": cpus_per_rank,
-            "--hang-timeout": hang_timeout,
-            "--horovod": horovod,
-            "--settings": settings.absolute() if settings is not None else None,
-        },
+    script, html, json = options.script, options.html, options.json
+    settings = options.settings.absolute() if options.settings is not None else None
+    words = launch_words(
+        script.module,
+        options.how,
+        options.nodes,
+        {"--horovod": options.horovod, "--settings": settings},
     )
     with exit_on_mistake():
-        if make_reference is not None:
-            if html is not None or json is not None or accept:
+        if options.make_reference is not None:
+            if html is not None or json is not None or options.accept:
                 raise ValueError(
                     "--make-reference compares nothing. HINT: leave out --html, --json and --accept"
                 )
-            file = check_reference_options(make_reference, None, ranks, None)
-            words = ["-m"] * module + [script, *(args or [])]
-            run_reference(file, words, metric, seeds, [one for one in options if one != "-m"])
-        for name, value in (("--seeds", seeds), ("--metric", metric)):
+            file = check_reference_options(options.make_reference, None, script.ranks, None)
+            others = [word for word in words if word != "-m"]
+            run_reference(file, script.words, options.metric, options.seeds, others)
+        for name, value in (("--seeds", options.seeds), ("--metric", options.metric)):
             if value is not None:
                 raise ValueError(f"{name} is for --make-reference. HINT: --make-reference FILE")
         if html is not None:
             can_be_written(html, "--html")
-        accepted = _accepted(accept, settings)
-    asked = ScriptRequest(script, args or [], where, options, ranks, minutes)
+        accepted = _accepted(options.accept, options.settings)
+    asked = ScriptRequest(
+        *(script.script, script.args or [], options.nodes.words(), words),
+        script.ranks,
+        options.minutes,
+    )
     _answer(asked, accepted, html, json)
 
 
@@ -181,7 +167,7 @@ def _answer(
 ) -> NoReturn:
     """Run the script, print what was found, and end with the exit code."""
     from ..analyze.verification.find import judge
-    from ..report.terminal.verification import findings as shown
+    from ..report import verification_document as report
     from ..report.verdict.of_verification import exit_code
     from ..study.verify.verify import run_verification
 
@@ -193,16 +179,18 @@ def _answer(
             found = (runs, *judge(runs, accepted))
             written = None
             if html is not None:  # first: the process that reads the output may have ended
-                from ..report.page.verification_page import verification
-                from ..report.page.write_page import save
+                from ..report.page.write_page import document_page, save
 
-                written = save(verification(found), html)
+                charts = report.verification_charts(found)
+                document = report.verification_document(found, charts)
+                written = save(document_page(document, charts), html)
             if json is not None:
-                print_json(shown.as_json(found), json, indent=1)
+                print_json(report.as_json(found), json, indent=1)
             else:
                 from ..report.console import PlainConsole
+                from ..report.terminal.draw import draw_document
 
-                PlainConsole().print(shown.render(found))
+                PlainConsole().print(*draw_document(report.verification_document(found)))
             if written is not None:
                 typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:

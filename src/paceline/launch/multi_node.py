@@ -19,6 +19,7 @@ from .layout import format_layout, make_seats, ranks_per_host
 from .linux_prctl import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import LiveRecordServer
+from .options import LaunchOptions
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .records.summary import print_summary
@@ -37,6 +38,7 @@ from .remote.remote_host import HostTimeoutError, RemoteHost
 from .remote.start_agents import AgentConnections
 from .remote.start_commands import LaunchTool
 from .requeue import requeue
+from .target import Target
 
 if TYPE_CHECKING:
     from .guard.loss_guard import LossGuard
@@ -48,35 +50,29 @@ NOTICE_INTERVAL_S = 10.0
 
 def run(
     job: Job,
-    hosts: list[Host],
+    where: Target,
     tool: LaunchTool,
-    *,
-    ranks: int | None,
-    explicit: bool,
+    options: LaunchOptions,
     environment: dict[str, str],
-    min_ranks_per_host: int = 1,
-    excluded_hosts: dict[str, str] | None = None,
     guard: "LossGuard | None" = None,
-    discovery: str | None = None,
-    max_ranks: int | None = None,
 ) -> int:
-    """Run the job on ``hosts`` and return its exit code, same as ``single_node.run``.
+    """Run the job and return its exit code, same as ``single_node.run``.
 
     Args:
-        ranks: World size, or None for each host's own number of ranks.
-        explicit: Whether the slots were given by the user.
+        job: The job.
+        where: The hosts.
+        tool: Tool that starts the agents on them.
+        options: How the job is started. With a host discovery script, hosts beyond the largest
+            world size wait until others are lost.
         environment: Environment variables that the user sets on all hosts.
-        min_ranks_per_host: Lower bound of each host's own number of ranks.
-        excluded_hosts: Filled with the reason, by name, why hosts can't take part; the job then
-            runs on the others. None: all hosts are needed.
         guard: Holds the loss against a reference, or None.
-        discovery: Script that names the job's hosts while it runs, or None.
-        max_ranks: Largest world size; hosts beyond it wait until others are lost. None: no limit.
 
     Raises:
         ValueError: A mistake of the user, a host that can't be reached, or hosts that can't reach
             each other; before any rank starts.
     """
+    hosts, discovery, excluded_hosts = where.hosts, options.nodes.discovery, options.excluded_hosts
+    ranks, max_ranks = (options.ranks, None) if discovery is None else (None, options.ranks)
     check(replace(job, ranks=1))
     check_min_hosts(job.min_hosts, len(hosts))
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,7 +97,7 @@ def run(
         if job.record is not None:
             lock = job_folder.lock_record(job.record, spec.run_id)
             lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
-        layout = RankLayout(hosts, ranks, explicit, min_ranks_per_host)
+        layout = RankLayout(hosts, ranks, where.explicit, options.min_ranks_per_host)
         remote_hosts, ranks_per_host, interfaces, cores = _prepare_hosts(
             spec, connections, layout, excluded_hosts, grows=discovery is not None
         )

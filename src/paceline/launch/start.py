@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from ..analyze.rehearsal.facts import HostFacts, RehearsalRequest
 from ..cluster.schedulers.hostfile import Host
@@ -15,6 +14,7 @@ from ..security.outputs import write_output
 from . import single_node
 from .job import Job, check
 from .layout import explain_default_ranks, ranks_per_host
+from .options import LaunchOptions, Preview
 from .remote.forwarded_env import parse_env_options
 from .script_source import names_gpus, uses_horovod
 from .target import Target, find_target, plan_job, render_plan
@@ -22,87 +22,35 @@ from .target import Target, find_target, plan_job, render_plan
 MAX_REHEARSED_RANKS = 16_384  # process groups of more ranks take minutes to create
 
 
-def start(
-    job: Job,
-    ranks: int | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    launcher: str | None,
-    variables: list[str],
-    show_only: bool = False,
-    min_ranks_per_host: int = 1,
-    excluded_hosts: dict[str, str] | None = None,
-    explain_default: bool = False,
-    show_memory: bool = False,
-    rehearse: bool = False,
-    show_layout: bool = False,
-    discovery: str | None = None,
-) -> int:
+def start(job: Job, options: LaunchOptions) -> int:
     """Run the job on the hosts given by the options or the allocation, and return its exit code.
-
-    Args:
-        job: The job.
-        ranks: World size, or None for each host's default number of ranks.
-        hosts: Value of ``--hosts``, or None.
-        hostfile: Value of ``--hostfile``, or None.
-        launcher: Value of ``--launcher``, or None.
-        variables: Environment variables for all ranks, as NAME=VALUE or NAME.
-        show_only: Whether to print what would be started, and start nothing.
-        min_ranks_per_host: Lower bound of each host's default number of ranks.
-        excluded_hosts: Same as for ``multi_node.run``.
-        explain_default: Whether to print how many ranks are started by default, where this host has
-            cores for more.
-        show_memory: Whether to predict the memory of the ranks in each layout, and end.
-        rehearse: Whether to run the script as single ranks of the job, and end.
-        show_layout: The same, to print the placement of the ranks and what each axis sends.
-        discovery: Value of ``--host-discovery-script``, or None. ``ranks`` is then the largest
-            world size.
 
     Raises:
         ValueError: The options are invalid, or the job can't run.
     """
-    environment = parse_env_options(variables)
+    ranks, nodes, preview = options.ranks, options.nodes, options.preview
+    environment = parse_env_options(nodes.env or [])
     guard = None
-    if job.guard is not None and not (show_memory or rehearse or show_layout):
+    if job.guard is not None and preview in (None, Preview.PLAN):
         from .guard.loss_guard import LossGuard
 
         guard = LossGuard(job.guard, ranks or 1, job.words)
         job = replace(job, watch=guard.watch_variable)
-    where = find_target(hosts, hostfile, launcher, discovery)
-    if discovery is not None and not job.max_restarts:
+    where = find_target(nodes)
+    if nodes.discovery is not None and not job.max_restarts:
         raise ValueError(
             "--host-discovery-script needs a job that may restart: all ranks start again when "
             "there is a new host. HINT: --max-restarts 10"
         )
-    shown_ranks = ranks if discovery is None else _at_most(ranks, where.hosts)
-    if show_only:
-        check(replace(job, ranks=1, record=None))
-        plan = plan_job(job, where, shown_ranks, sorted(environment))
-        if job.summary is None:
-            sys.stdout.write(render_plan(plan))
-        else:
-            try:
-                write_output(job.summary, json.dumps(plan, indent=1) + "\n")
-            except OSError as error:
-                raise ValueError(
-                    f"--json {job.summary}: {error.strerror}. HINT: choose another file"
-                ) from None
-        return 0
-    if show_memory:
-        # one rank on this node predicts what each of them would need
-        each = ranks_per_host(where.hosts, shown_ranks, where.explicit)
-        os.environ.update(environment)
-        alone = replace(job, ranks=1, max_restarts=0, min_hosts=None)
-        return single_node.run(replace(alone, show_memory=(sum(each), max(each))))
-    if rehearse or show_layout:
-        os.environ.update(environment)
-        return single_node.run(_rehearsing(job, where, shown_ranks, show_layout))
+    if preview is not None:
+        shown_ranks = ranks if nodes.discovery is None else _at_most(ranks, where.hosts)
+        return _show(preview, job, where, shown_ranks, environment)
     if where.tool is None:
         os.environ.update(environment)
         (count,) = ranks_per_host(where.hosts, ranks, where.explicit)
-        count = count if ranks is not None else max(min_ranks_per_host, count)
+        count = count if ranks is not None else max(options.min_ranks_per_host, count)
         message = guard.start_text if guard is not None else ""
-        if explain_default and ranks is None and not where.chosen:
+        if options.explain_default and ranks is None and not where.chosen:
             cores = len(topology().cores(set(allowed_threads())))
             message += explain_default_ranks(where.hosts[0], cores)
         here = replace(job, ranks=count, granted=where.hosts[0].cpus)
@@ -111,19 +59,38 @@ def start(
         sys.stderr.write(guard.start_text)
     from . import multi_node  # imported late: a job on one node does not need it
 
-    return multi_node.run(
-        job,
-        where.hosts,
-        where.tool,
-        ranks=ranks if discovery is None else None,
-        explicit=where.explicit,
-        environment=environment,
-        min_ranks_per_host=min_ranks_per_host,
-        excluded_hosts=excluded_hosts,
-        guard=guard,
-        discovery=discovery,
-        max_ranks=None if discovery is None else ranks,
-    )
+    return multi_node.run(job, where, where.tool, options, environment, guard)
+
+
+def _show(
+    preview: Preview, job: Job, where: Target, ranks: int | None, environment: dict[str, str]
+) -> int:
+    """Show what the job would do, and return the exit code."""
+    if preview is Preview.PLAN:
+        return _show_plan(job, where, ranks, sorted(environment))
+    os.environ.update(environment)
+    if preview is not Preview.MEMORY:
+        return single_node.run(_rehearsing(job, where, ranks, preview is Preview.LAYOUT))
+    # one rank on this node predicts what each of them would need
+    each = ranks_per_host(where.hosts, ranks, where.explicit)
+    alone = replace(job, ranks=1, max_restarts=0, min_hosts=None)
+    return single_node.run(replace(alone, show_memory=(sum(each), max(each))))
+
+
+def _show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) -> int:
+    """Print which ranks would start where, or write it to the file of --json."""
+    check(replace(job, ranks=1, record=None))
+    plan = plan_job(job, where, ranks, variables)
+    if job.summary is None:
+        sys.stdout.write(render_plan(plan))
+        return 0
+    try:
+        write_output(job.summary, json.dumps(plan, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"--json {job.summary}: {error.strerror}. HINT: choose another file"
+        ) from None
+    return 0
 
 
 def _rehearsing(job: Job, where: Target, ranks: int | None, shows_layout: bool) -> Job:

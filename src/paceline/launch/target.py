@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..cluster.rank_identity import launched_by
@@ -22,6 +21,7 @@ from ..plurals import counted
 from ..security.processes import program_command
 from .job import Job
 from .layout import format_layout, ranks_per_host
+from .options import NodeOptions
 from .recovery.discovery import discover_hosts
 from .remote.start_commands import LaunchTool, find_tool
 
@@ -48,29 +48,23 @@ class Target:
     chosen: bool = True
 
 
-def find_target(
-    hosts: str | None, hostfile: Path | None, launcher: str | None, discovery: str | None = None
-) -> Target:
+def find_target(options: NodeOptions) -> Target:
     """Return the hosts given by the options, else those of the scheduler's allocation, else this
     host.
 
-    Args:
-        hosts: Value of ``-H``, or None.
-        hostfile: Value of ``--hostfile``, or None.
-        launcher: Value of ``--launcher``, or None.
-        discovery: Value of ``--host-discovery-script``, or None; it names the hosts if no other
-            option does.
+    A host discovery script names the hosts if no other option does.
 
     Raises:
         ValueError: The options contradict each other, the allocation is inconsistent, or another
             launcher has started several copies of ``paceline run``.
     """
-    if hosts is not None and hostfile is not None:
+    launcher = options.launcher
+    if options.hosts is not None and options.hostfile is not None:
         raise ValueError("-H and --hostfile both name the hosts. HINT: leave out one of them")
     environment = dict(os.environ)
     _once(environment)
-    if hosts is not None or hostfile is not None or discovery is not None:
-        named, why = _named_hosts(hosts, hostfile, discovery)
+    named, why = _named_hosts(options)
+    if why:
         chosen = find_tool(launcher or "ssh")
         if not chosen.accepts_host_names:
             raise ValueError(
@@ -99,16 +93,15 @@ def find_target(
     return Target(found, _tool_of(allocation, launcher), False, why)
 
 
-def _named_hosts(
-    hosts: str | None, hostfile: Path | None, discovery: str | None
-) -> tuple[list[Host], str]:
-    """Return the hosts that an option names, and which one."""
-    if hosts is not None:
-        return parse_hosts(hosts), "-H"
-    if hostfile is not None:
-        return read_hostfile(hostfile), str(hostfile)
-    assert discovery is not None
-    return discover_hosts(discovery), discovery
+def _named_hosts(options: NodeOptions) -> tuple[list[Host], str]:
+    """Return the hosts that an option names, and which one; "" if none does."""
+    if options.hosts is not None:
+        return parse_hosts(options.hosts), "-H"
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile), str(options.hostfile)
+    if options.discovery is not None:
+        return discover_hosts(options.discovery), options.discovery
+    return [], ""
 
 
 def _tool_of(allocation: Allocation, launcher: str | None) -> LaunchTool:

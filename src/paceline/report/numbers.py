@@ -1,5 +1,7 @@
 """Format numbers, sizes and times for people."""
 
+from collections.abc import Iterable
+
 from ..cost.machine.units import size as size
 from ..plurals import counted as counted
 from ..plurals import ordinal as ordinal
@@ -53,3 +55,9 @@ def elapsed(seconds: float) -> str:
     if minutes < 120:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Return the parts as an enumeration, such as "a, b and c"."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last

@@ -21,9 +21,10 @@ from ..analyze.figures.compare_runs import (
 from ..analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ..analyze.records.load_run import Run, load_run
 from ..cost.machine.machine_file import load as load_machine
+from . import run_comparison as comparison
 from .console import PlainConsole, output_width
 from .numbers import counted
-from .terminal import comparison
+from .terminal.draw import draw_panel
 from .terminal.run_report import panel
 from .verdict.of_run import run_json
 
@@ -121,18 +122,18 @@ def make_report(
     if len(reports) == 1:
         return ReportOutput(_single_report(reports[0], as_json))
     if groups is not None:
-        return ReportOutput(_comparison(*groups, gate, as_json), gate)
-    scales = scaling(reports)
+        if as_json:
+            return ReportOutput(_comparison_json(*groups, gate), gate)
+        document = comparison.comparison_document(*groups, gate)
+        return ReportOutput(_render(lambda _: draw_panel(document)), gate)
     if as_json:
-        rows = [asdict(scale) for scale in scales]
+        rows = [asdict(scale) for scale in scaling(reports)]
         return ReportOutput(_to_json("paceline-scaling", reports, rows))
-    return ReportOutput(_render(lambda _: comparison.scaled(scales, reports)))
+    return ReportOutput(_render(lambda _: draw_panel(comparison.scaling_document(reports))))
 
 
-def _comparison(before: Reports, after: Reports, gate: Gate | None, as_json: bool) -> str:
+def _comparison_json(before: Reports, after: Reports, gate: Gate | None) -> str:
     changes, states = compare(before, after), compare_states(before, after)
-    if not as_json:
-        return _render(lambda _: comparison.render(before, after, changes, states, gate))
     return _to_json(
         "paceline-comparison",
         [*before, *after],
@@ -175,18 +176,18 @@ def _before_and_after(
 
 def _write_page(examined: list[RunAnalysis], path: Path) -> str:
     """Write the page and return the line to print; imports are local as templates load slowly."""
-    from .page.comparison import before_and_after, scales
     from .page.run_page import single
-    from .page.write_page import save
+    from .page.write_page import document_page, save
 
     reports = [one.report for one in examined]
     if len(examined) == 1:
-        text = single(examined[0])
-    elif len(reports) == 2 and _before_and_after(reports) is not None:
-        text = before_and_after(*examined)
-    else:
-        text = scales(examined)
-    return save(text, path)
+        return save(single(examined[0]), path)
+    if len(reports) == 2 and (groups := _before_and_after(reports)) is not None:
+        document = comparison.comparison_document(*groups)
+        charts = comparison.comparison_charts(examined, ("before", "after"))
+        return save(document_page(document, charts), path)
+    document = comparison.scaling_document(reports)
+    return save(document_page(document, comparison.scaling_charts(examined)), path)
 
 
 def _to_json(

@@ -5,14 +5,14 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import AtSize, Collective, Machine
 from ..launch.job import Job
+from ..launch.options import LaunchOptions, NodeOptions
 from ..launch.start import start
 from ..plurals import counted
 from ..security.processes import find_program, python_command
@@ -51,9 +51,7 @@ class BenchRequest:
     operation: str = OPERATIONS[0]
     sizes: tuple[int, ...] = SIZES
     ranks: int = 2
-    hosts: str | None = None
-    hostfile: Path | None = None
-    launcher: str | None = None
+    nodes: NodeOptions = field(default_factory=NodeOptions)
     bind: str | None = None
 
 
@@ -68,7 +66,7 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
             f"--operation {wish.operation} is not a collective. HINT: {', '.join(OPERATIONS)}"
         )
     words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
-    enough = wish.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
+    enough = wish.nodes.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
     bind = wish.bind or ("core" if enough else "none")
     say(
         f"measuring {wish.operation} on {counted(wish.ranks, 'rank')} at "
@@ -76,7 +74,7 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
     )
     code, found = run_and_read_summary(
         Job(PROBE, words, True, bind=bind, hang_timeout=0.0),
-        lambda job: start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, []),
+        lambda job: start(job, LaunchOptions(wish.ranks, wish.nodes)),
     )
     if found is None:
         raise ValueError(
@@ -85,7 +83,7 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
         )
     notes: list[str] = []
     more: dict[str, Any] = {}
-    if wish.hosts is None and wish.hostfile is None:
+    if wish.nodes.hosts is None and wish.nodes.hostfile is None:
         more, why = _mpi(wish, words, say)
         notes += [f"MPI was not measured: {why}"] if why else []
     told = [*found["collectives"], *more.get("collectives", [])]

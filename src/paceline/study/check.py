@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from ..cluster.topology.racks import RACKS_VARIABLE
 from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import Machine
 from ..launch.job import Job
+from ..launch.options import LaunchOptions, NodeOptions
 from ..launch.start import start
 from .rank_summary import run_and_read_summary
 
@@ -40,10 +41,7 @@ class CheckResults:
 class CheckRequest:
     """What to measure, and on which hosts, from the options of ``paceline check``."""
 
-    hosts: str | None = None
-    hostfile: Path | None = None
-    launcher: str | None = None
-    variables: tuple[str, ...] = ()
+    nodes: NodeOptions = field(default_factory=NodeOptions)
     ranks: int | None = None
     folder: Path | None = None
     quick: bool = False
@@ -63,19 +61,14 @@ def check(wish: CheckRequest) -> CheckResults:
     without: dict[str, str] = {}
     job = Job(PROBE, arguments, True, bind="none", hang_timeout=0.0)
 
-    def begin(job: Job) -> int:
-        return start(
-            job,
-            wish.ranks,
-            wish.hosts,
-            wish.hostfile,
-            wish.launcher,
-            [*wish.variables, *(one for one in (RACKS_VARIABLE,) if os.environ.get(one))],
-            min_ranks_per_host=RANKS,
-            excluded_hosts=without,
-        )
-
-    code, found = run_and_read_summary(job, begin)
+    variables = [*(wish.nodes.env or []), *[RACKS_VARIABLE] * bool(os.environ.get(RACKS_VARIABLE))]
+    options = LaunchOptions(
+        wish.ranks,
+        replace(wish.nodes, env=variables),
+        min_ranks_per_host=RANKS,
+        excluded_hosts=without,
+    )
+    code, found = run_and_read_summary(job, lambda job: start(job, options))
     if found is None:
         raise ValueError(
             f"nothing was measured, because the ranks of the check ended with exit code {code}. "
@@ -89,7 +82,7 @@ def _read(
     found: dict[str, Any], without: dict[str, str], wish: CheckRequest
 ) -> tuple[Machine, dict[str, dict[str, Any]], list[str]]:
     more = {host["name"]: host.pop("more", {}) for host in found["hosts"]}
-    words = ["paceline", "check", *(["-H", wish.hosts] if wish.hosts else [])]
+    words = ["paceline", "check", *(["-H", hosts] if (hosts := wish.nodes.hosts) else [])]
     words += ["--data", str(wish.folder)] if wish.folder else []
     data = {
         "version": 1,

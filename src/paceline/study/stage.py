@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cluster.rank_identity import launched_by
 from ..cluster.topology.network_interfaces import is_local_host
 from ..launch.job import Job
+from ..launch.options import LaunchOptions, NodeOptions
 from ..launch.start import start
 from ..launch.target import Target, find_target
 from ..plurals import counted
@@ -17,35 +17,26 @@ from .rank_summary import run_and_read_summary
 RANK = "paceline.study.stage_rank"
 
 
-@dataclass(frozen=True)
-class StageRequest:
-    """The hosts to stage on, from the command's options."""
+def staging_target(nodes: NodeOptions) -> Target | None:
+    """Return the hosts to stage on.
 
-    hosts: str | None = None
-    hostfile: Path | None = None
-    launcher: str | None = None
-    variables: tuple[str, ...] = ()
+    None if the only one is this host, or if a launcher has started this process as one of several,
+    each of which stages on its own host.
 
-    def target(self) -> Target | None:
-        """Return the hosts to stage on.
-
-        None if the only one is this host, or if a launcher has started this process as one of
-        several, each of which stages on its own host.
-
-        Raises:
-            ValueError: Options contradict each other.
-        """
-        if self.hosts is None and self.hostfile is None:
-            started = launched_by(dict(os.environ))
-            if "PACELINE_RUN" in os.environ or (started is not None and started.size > 1):
-                return None
-        found = find_target(self.hosts, self.hostfile, self.launcher)
-        alone = len(found.hosts) == 1 and (not found.explicit or is_local_host(found.hosts[0].name))
-        return None if alone else found
+    Raises:
+        ValueError: Options contradict each other.
+    """
+    if nodes.hosts is None and nodes.hostfile is None:
+        started = launched_by(dict(os.environ))
+        if "PACELINE_RUN" in os.environ or (started is not None and started.size > 1):
+            return None
+    found = find_target(nodes)
+    alone = len(found.hosts) == 1 and (not found.explicit or is_local_host(found.hosts[0].name))
+    return None if alone else found
 
 
 def stage_on_hosts(
-    wish: StageRequest,
+    nodes: NodeOptions,
     where: Target,
     source: Path,
     root: str,
@@ -56,7 +47,7 @@ def stage_on_hosts(
     """Stage on several hosts; return the exit code and what each host did.
 
     Args:
-        where: The hosts, from ``wish.target()``.
+        where: The hosts, from ``staging_target``.
         room: Maximum number of bytes to use on each host.
 
     Raises:
@@ -65,12 +56,13 @@ def stage_on_hosts(
     count = len(where.hosts)
     # The slots of a host count training ranks; staging needs one rank per host.
     named = ",".join(f"{_bracketed(one.name)}:1" for one in where.hosts) if where.explicit else None
+    ranks = LaunchOptions(count, NodeOptions(named, launcher=nodes.launcher, env=nodes.env))
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
     words += ["--shared"] if shared else []
     say(f"{source} to {root} of {counted(count, 'host')}")
     code, found = run_and_read_summary(
         Job(RANK, words, True, bind="none", hang_timeout=0.0),
-        lambda job: start(job, count, named, None, wish.launcher, list(wish.variables)),
+        lambda job: start(job, ranks),
     )
     if found is None:
         raise ValueError(

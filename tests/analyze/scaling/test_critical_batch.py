@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -15,9 +16,14 @@ from paceline.analyze.scaling.critical.critical_model import (
     write_critical,
 )
 from paceline.analyze.scaling.critical.judgement import AGREES, LARGER, SMALLER, end_loss, judge
-from paceline.report.page.critical_page import critical_page
-from paceline.report.scaling.critical_report import critical_json, critical_sentences
-from paceline.report.terminal.scaling.critical_table import critical_panel
+from paceline.report.page.write_page import document_page
+from paceline.report.scaling.critical_report import (
+    critical_charts,
+    critical_document,
+    critical_json,
+    critical_sentences,
+)
+from paceline.report.terminal.draw import print_panel
 
 BATCH, STEPS = 32, 64
 POINT = BranchPoint(100, BATCH, 1, ["SGD"], "linear", STEPS, 1.0, 0.01)
@@ -133,16 +139,20 @@ def test_one_rank_has_no_noise_scale_and_the_way_out():
     assert "HINT: -n 2" in critical_sentences(stored, judge(stored))[1]
 
 
-def test_file_table_and_page_show_the_result(tmp_path):
+def test_file_table_and_page_show_the_result(tmp_path, capsys):
     stored = measured({2: 0.001, 4: 0.05}, noise=noise_rows(90))
     write_critical(tmp_path, stored)
     assert read_critical(tmp_path) == stored
     found = judge(stored)
-    page = critical_page(stored, found)
+    document = critical_document(stored, found)
+    page = document_page(document, critical_charts(stored, found))
     assert '"name":"128 samples"' in page
     assert "as good" in page
     assert "64 samples, 2 times the base" in page
-    assert "critical batch" in str(critical_panel(stored, found).title)
+    print_panel(lambda _: document)
+    text = capsys.readouterr().out
+    assert "Paceline: critical batch" in text
+    assert re.search(r" 64 +2 +x .* as good", text)
 
 
 def test_without_a_run_of_the_base_there_is_no_result():

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from fuzz.scratch import new_folder
-from paceline.analyze.figures.compare_runs import compare
 from paceline.analyze.figures.report import TABLES_DIFFER, analyse_with_window
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load_run
@@ -30,7 +29,9 @@ from paceline.record.ring.ring import (
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail
 from paceline.report.console import PlainConsole
-from paceline.report.terminal import comparison, top
+from paceline.report.run_comparison import comparison_document
+from paceline.report.terminal import top
+from paceline.report.terminal.draw import draw_panel
 from paceline.report.terminal.run_report import panel
 from paceline.report.trace import timeline
 
@@ -184,7 +185,7 @@ def told(whole: Run, draw: bool) -> None:
         assert abs(sum(rank.values()) - 1) < 1e-6
     drawings = (
         panel(report, 100, full=True),
-        comparison.render([report], [report], compare([report], [report])),
+        draw_panel(comparison_document([report], [report])),
     )
     if draw:
         PlainConsole(file=io.StringIO(), width=100).print(*drawings)

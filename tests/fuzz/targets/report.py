@@ -23,8 +23,8 @@ from paceline.analyze.records.script_lines import command_words, read_lines
 from paceline.record.ring.states import State
 from paceline.report.console import PlainConsole
 from paceline.report.page import write_page
-from paceline.report.page.comparison import before_and_after
 from paceline.report.page.run_page import single
+from paceline.report.run_comparison import comparison_charts, comparison_document
 from paceline.report.terminal.run_report import panel
 
 from .record import FOLDER, about, ring
@@ -109,7 +109,9 @@ def run(data: bytes) -> None:
     assert not CONTROL.search(text.getvalue())
     pages = [single(examined)]
     if len(data) % 8 == 0:
-        pages.append(before_and_after(examined, examined))
+        document = comparison_document([examined.report], [examined.report])
+        charts = comparison_charts([examined, examined], ["before", "after"])
+        pages.append(write_page.document_page(document, charts))
     for page in pages:
         page.encode()
         found = Tags()

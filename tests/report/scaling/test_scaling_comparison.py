@@ -9,14 +9,14 @@ import pytest
 from paceline.analyze.scaling.outcomes.compare_studies import compare_studies
 from paceline.analyze.scaling.study_model import STRONG, WEAK
 from paceline.report.console import PlainConsole
-from paceline.report.scaling.comparison_json import comparison_json
-from paceline.report.terminal.scaling.compare_table import comparison_panel
+from paceline.report.scaling.study_comparison import comparison_document, comparison_json
+from paceline.report.terminal.draw import draw_panel
 from studies import make_study
 
 
 def printed(found):
     console = PlainConsole(file=io.StringIO(), width=130)
-    console.print(comparison_panel(found))
+    console.print(draw_panel(comparison_document(found)))
     return console.file.getvalue()
 
 

@@ -13,21 +13,18 @@ from paceline.analyze.scaling.forecast import analyse_kind
 from paceline.analyze.scaling.study_events import Progress
 from paceline.analyze.scaling.study_model import STRONG, WEAK, Setup, StudyRun
 from paceline.report.console import PlainConsole
-from paceline.report.scaling import study_findings
-from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit
-from paceline.report.scaling.study_findings import findings_of
-from paceline.report.terminal.scaling.live_study import StudyDisplay, run_sentence
-from paceline.report.terminal.scaling.study_table import (
-    fit_sentence,
-    prediction_sentence,
-    study_panel,
-)
+from paceline.report.scaling import findings as module
+from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit, findings_of
+from paceline.report.scaling.study_document import study_document
+from paceline.report.scaling.study_sentences import fit_sentence, prediction_sentence
+from paceline.report.terminal.draw import draw_panel
+from paceline.report.terminal.live_studies import StudyDisplay, run_sentence
 from studies import make_study, predicted, reach
 
 
 def printed(study, findings=None, width=100, running=()):
     console = PlainConsole(file=io.StringIO(), width=width)
-    console.print(study_panel(study, findings or Findings(), width, running))
+    console.print(draw_panel(study_document(study, findings or Findings(), width, running)))
     return console.file.getvalue()
 
 
@@ -38,7 +35,7 @@ def lines_with(text, first):
 def test_each_size_has_a_line():
     study = make_study(failed={4}, spread=0.0, notes=["The clock varied."])
     text = printed(study, running=[Setup(8, 64)])
-    assert "strong scaling: the same global batch" in text
+    assert "Strong scaling: the same global batch" in text
     for ranks, samples, efficiency in ((1, "1,000", "1.00"), (2, "1,901", "0.95")):
         (strong, weak) = lines_with(text, f"{ranks} ")
         for line in (strong, weak):
@@ -86,7 +83,7 @@ def test_shares_beyond_the_whole_are_explained(monkeypatch):
     first = bend.losses[0]
     shares = [replace(first, share=1.3), replace(first, share=-0.3)]
     changed = replace(analysis, bends=[replace(bend, losses=shares)])
-    monkeypatch.setattr(study_findings, "analyse_kind", lambda *_: changed)
+    monkeypatch.setattr(module, "analyse_kind", lambda *_: changed)
     text = printed(study, findings_of(study), width=300)
     assert "(130.0 % of the loss); other parts of a step are shorter (-30.0 %)." in text
 
@@ -142,7 +139,7 @@ LIVE = """
 import time
 from studies import make_study
 from paceline.analyze.scaling.study_events import Progress
-from paceline.report.terminal.scaling.live_study import StudyDisplay
+from paceline.report.terminal.live_studies import StudyDisplay
 study = make_study((1, 2), ("strong",))
 with StudyDisplay() as display:
     display.study_started(study, Progress(left_s=60.0))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from played_trials import PlayedServer, once, play, write_study
 
-from paceline.report.terminal.tuning.tuning_table import tuning_panel
+from paceline.report.terminal.draw import draw_panel
+from paceline.report.tuning.tuning_document import tuning_document
 from paceline.report.tuning.tuning_files import json_text
 from paceline.study.tune.study_view import read_view
 
@@ -40,7 +41,7 @@ def test_trials_that_wait_are_named(tmp_path):
     assert "--stage" in waiting
     assert "1 trial waited for other ranks" in exchange
     assert "noise scale of trial 2 is 420 samples (310 to 600)" in batch
-    assert tuning_panel(view)
+    assert draw_panel(tuning_document(view))
 
 
 def test_a_damaged_summary_is_no_obstacle(tmp_path):

@@ -1,13 +1,16 @@
-"""The class of all commands: help, an optional file after --json, old spellings of options."""
+"""The class of all commands: help, an optional file after --json, old spellings of options; and
+options that a command gets as one value.
+"""
 
+import dataclasses
 import inspect
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -127,6 +130,65 @@ def _without_type(option: Any) -> Any:
 
 def _plain(word: re.Match[str]) -> str:
     return word[1].removesuffix("...") + ("..." if word[2] else "")
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of its arguments that are dataclasses.
+
+    The command is called with the dataclasses. A field that is a dataclass has an option for each
+    of its fields; a field whose type is not Annotated keeps its default.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    hints.pop("return", None)
+
+    def called(**values: Any) -> None:
+        command(
+            **{
+                name: _value(kind, values) if dataclasses.is_dataclass(kind) else values[name]
+                for name, kind in hints.items()
+            }
+        )
+
+    parameters: list[inspect.Parameter] = []
+    for name, kind in hints.items():
+        if dataclasses.is_dataclass(kind):
+            parameters += _parameters(kind)
+        else:
+            default = inspect.signature(command).parameters[name].default
+            parameters.append(_parameter(name, kind, default))
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__module__ = command.__module__
+    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    vars(called)["__signature__"] = inspect.Signature(parameters)
+    return called
+
+
+def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a command for the fields of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _parameters(hint)
+        elif get_origin(hint) is Annotated:
+            is_required = field.default is dataclasses.MISSING
+            default = inspect.Parameter.empty if is_required else field.default
+            yield _parameter(field.name, hint, default)
+
+
+def _value(kind: Any, values: dict[str, Any]) -> Any:
+    """Return the dataclass that has the values of its options."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = {
+        name: _value(hint, values) if dataclasses.is_dataclass(hint) else values[name]
+        for name, hint in hints.items()
+        if dataclasses.is_dataclass(hint) or name in values
+    }
+    return kind(**found)
 
 
 def print_json(

@@ -9,7 +9,8 @@ import typer
 
 from ...security.text import printable
 from .command import STDOUT, json_output
-from .study_outputs import StudyOutputs
+from .study_jobs import OF_JOBS
+from .study_outputs import OUTPUTS, StudyOutputs
 
 if TYPE_CHECKING:
     from ...analyze.scaling.critical.critical_model import StoredCritical
@@ -18,63 +19,56 @@ CRITICAL = "Critical batch"
 # Parameters of ``paceline scale`` that a measurement of the critical batch does not have
 OF_STUDIES = {
     *("strong", "weak", "until", "precision", "efficiency", "oversubscribe", "beside", "compare"),
-    "layout",
-    *("csv", "svg", "latex", "extrap", "talp", "submit", "dry_run", "node_hours", "only"),
-    *("ranks_per_node", "gpus_per_node", "memory", "queue", "account", "scheduler", "setup"),
-    "option",
-}
+    *("layout", "submit", "only", *OF_JOBS, *OUTPUTS),
+} - {"json", "html"}
 DEFAULT_MULTIPLES, DEFAULT_SEEDS = "1,2,4,8", 3
-
-Critical = Annotated[
-    bool,
-    typer.Option(
-        "--critical-batch",
-        help="Measure up to which batch a training needs no more samples: short runs from the "
-        "script's checkpoint with multiples of its batch, on one number of ranks (-n), compared "
-        "after the same samples. The gradient noise scale of the same runs is printed with it.",
-        rich_help_panel=CRITICAL,
-    ),
-]
-Multiples = Annotated[
-    str | None,
-    typer.Option(
-        help="Multiples of the batch. A multiple that does not fit into memory is accumulated in "
-        f"parts, if world.distribute is used. Default: {DEFAULT_MULTIPLES}.",
-        metavar="K,K,...",
-        show_default=False,
-        rich_help_panel=CRITICAL,
-    ),
-]
-Tolerance = Annotated[
-    str | None,
-    typer.Option(
-        help="Difference of the smoothed loss up to which a batch is as good as the script's own. "
-        "Default: 1%.",
-        metavar="PERCENT",
-        show_default=False,
-        rich_help_panel=CRITICAL,
-    ),
-]
-Rule = Annotated[
-    str | None,
-    typer.Option(
-        help="How the learning rate follows the batch: linear or sqrt. Default: sqrt for "
-        "optimizers such as Adam, linear for SGD.",
-        metavar="RULE",
-        show_default=False,
-        rich_help_panel=CRITICAL,
-    ),
-]
 
 
 @dataclass(frozen=True)
 class CriticalOptions:
-    """The options of a measurement, as typed. ``minutes``: None for the default."""
+    """The options of a measurement, as typed."""
 
-    multiples: str | None
-    tolerance: str | None
-    rule: str | None
-    seeds: int | None
+    critical: Annotated[
+        bool,
+        typer.Option(
+            "--critical-batch",
+            help="Measure up to which batch a training needs no more samples: short runs from the "
+            "script's checkpoint with multiples of its batch, on one number of ranks (-n), "
+            "compared after the same samples. The gradient noise scale of the same runs is printed "
+            "with it.",
+            rich_help_panel=CRITICAL,
+        ),
+    ] = False
+    multiples: Annotated[
+        str | None,
+        typer.Option(
+            help="Multiples of the batch. A multiple that does not fit into memory is accumulated "
+            f"in parts, if world.distribute is used. Default: {DEFAULT_MULTIPLES}.",
+            metavar="K,K,...",
+            show_default=False,
+            rich_help_panel=CRITICAL,
+        ),
+    ] = None
+    tolerance: Annotated[
+        str | None,
+        typer.Option(
+            help="Difference of the smoothed loss up to which a batch is as good as the script's "
+            "own. Default: 1%.",
+            metavar="PERCENT",
+            show_default=False,
+            rich_help_panel=CRITICAL,
+        ),
+    ] = None
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How the learning rate follows the batch: linear or sqrt. Default: sqrt for "
+            "optimizers such as Adam, linear for SGD.",
+            metavar="RULE",
+            show_default=False,
+            rich_help_panel=CRITICAL,
+        ),
+    ] = None
 
     def check_unused(self) -> None:
         """Raise ValueError for options that need ``--critical-batch``."""
@@ -86,8 +80,12 @@ class CriticalOptions:
                 "SCRIPT"
             )
 
-    def fields(self, sizes: str | None) -> dict[str, Any]:
-        """Return the fields of a request. Raises ValueError."""
+    def fields(self, sizes: str | None, seeds: int | None) -> dict[str, Any]:
+        """Return the fields of a request. Raises ValueError.
+
+        Args:
+            sizes, seeds: Values of ``-n`` and ``--seeds``.
+        """
         from ...study.scale.request import parse_precision
 
         text = self.multiples or DEFAULT_MULTIPLES
@@ -115,7 +113,7 @@ class CriticalOptions:
             "multiples": multiples,
             "tolerance": tolerance,
             "rule": self.rule or "",
-            "seeds": self.seeds or DEFAULT_SEEDS,
+            "seeds": seeds or DEFAULT_SEEDS,
         }
 
 
@@ -153,23 +151,21 @@ def _say(text: str) -> None:
 def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
     """Judge a measurement, print it, and write its files. Raises ValueError."""
     from ...analyze.scaling.critical.judgement import judge
+    from ...report.scaling import critical_report as report
+    from ...report.terminal.draw import print_panel
 
     found = judge(stored)
+    document = report.critical_document(stored, found)
     said = []
     if outputs.html is not None:
-        from ...report.page.critical_page import critical_page
-        from ...report.page.write_page import save
+        from ...report.page.write_page import document_page, save
 
-        said.append(save(critical_page(stored, found), outputs.html))
+        data = report.critical_charts(stored, found)
+        said.append(save(document_page(document, data), outputs.html))
     if outputs.json is not None:
-        from ...report.scaling.critical_report import critical_json
-
         with json_output(outputs.json):
-            typer.echo(critical_json(stored, found), nl=False)
+            typer.echo(report.critical_json(stored, found), nl=False)
     else:
-        from ...report.console import PlainConsole, output_width
-        from ...report.terminal.scaling.critical_table import critical_panel
-
-        PlainConsole(width=output_width()).print(critical_panel(stored, found))
+        print_panel(lambda _: document)
     for line in said:
         typer.echo(line, err=outputs.json == STDOUT)

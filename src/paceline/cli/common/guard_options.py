@@ -2,54 +2,88 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
 from ...analyze.reference.goal import parse_goal
 from ...launch.guard.request import Action, GuardRequest, parse_metric
 from .base import exit_on_mistake
-from .options import can_be_written
+from .options import (
+    MakeReference,
+    MetricOption,
+    OnDivergence,
+    References,
+    Seeds,
+    Until,
+    can_be_written,
+)
 
 DEFAULT_SEEDS = 3
-SEEDS_WITHOUT_REFERENCE = "--seeds is for --make-reference. HINT: --make-reference FILE"
 
 
-def guard_of(
-    references: list[Path] | None,
-    metric: str | None,
-    action: Action,
-    record: Path | None,
-    until: str | None = None,
-) -> GuardRequest | None:
-    """Return what the guard is to do, or None.
+@dataclass(frozen=True)
+class GuardOptions:
+    """What the loss of a job is held against, and when the job ends."""
 
-    Raises:
-        ValueError: The options do not fit together.
-    """
-    parse_metric(metric)
-    if not references and action is not Action.TELL:
-        raise ValueError(
-            f"--on-divergence {action.value} needs a reference. HINT: add --reference FILE"
-        )
-    goal = None
-    if until is not None:
-        if references:
+    reference: References = None
+    metric: MetricOption = None
+    on_divergence: OnDivergence = Action.TELL
+    until: Until = None
+    make_reference: MakeReference = None
+    seeds: Seeds = None
+
+    def request(self, record: Path | None) -> GuardRequest | None:
+        """Return what the guard is to do, or None.
+
+        Args:
+            record: Folder of ``--record``, which gets the values of the metric; or None.
+
+        Raises:
+            ValueError: The options do not fit together.
+        """
+        metric, action = self.metric, self.on_divergence
+        parse_metric(metric)
+        if not self.reference and action is not Action.TELL:
             raise ValueError(
-                "--until and --reference can't be used together. HINT: leave out --reference"
+                f"--on-divergence {action.value} needs a reference. HINT: add --reference FILE"
             )
-        goal = parse_goal(until, metric)
-        metric = metric if metric is not None else goal.name
-    elif not references and (metric is None or record is None):
-        return None
-    save = None
-    if record is not None:
-        from ...analyze.reference.reference_file import RECORD_FILE
+        goal = None
+        if self.until is not None:
+            if self.reference:
+                raise ValueError(
+                    "--until and --reference can't be used together. HINT: leave out --reference"
+                )
+            goal = parse_goal(self.until, metric)
+            metric = metric if metric is not None else goal.name
+        elif not self.reference and (metric is None or record is None):
+            return None
+        save = None
+        if record is not None:
+            from ...analyze.reference.reference_file import RECORD_FILE
 
-        save = str((record / RECORD_FILE).absolute())
-    names = [str(path) for path in references or []]
-    return GuardRequest(names, metric, action, save, goal)
+            save = str((record / RECORD_FILE).absolute())
+        names = [str(path) for path in self.reference or []]
+        return GuardRequest(names, metric, action, save, goal)
+
+    def reference_file(self, ranks: int | None, record: Path | None) -> Path | None:
+        """Return the file that ``--make-reference`` writes, or None.
+
+        Raises:
+            ValueError: The options do not fit together, or the file can't be written.
+        """
+        if self.make_reference is None:
+            if self.seeds is not None:
+                raise ValueError("--seeds is for --make-reference. HINT: --make-reference FILE")
+            return None
+        if self.until is not None:
+            raise ValueError(
+                "--until and --make-reference can't be used together: a reference is trained "
+                "to its end. HINT: leave out --until"
+            )
+        return check_reference_options(self.make_reference, self.reference, ranks, record)
 
 
 def check_reference_options(
@@ -84,18 +118,6 @@ def check_reference_options(
         file /= RECORD_FILE
     can_be_written(file, "--make-reference")
     return file
-
-
-def options_of(values: dict[str, Any]) -> list[str]:
-    """Return the words of options: none for None and False, the name alone for True."""
-    words: list[str] = []
-    for name, value in values.items():
-        if value is True:
-            words.append(name)
-        elif value is not None and value is not False:
-            for one in value if isinstance(value, list) else [value]:
-                words += [name, str(one)]
-    return words
 
 
 def run_reference(

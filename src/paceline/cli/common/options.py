@@ -1,11 +1,13 @@
 """Options shared by several commands: the script, its ranks, and where and how they run."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...launch.guard.request import DIVERGED_EXIT_CODE, Action
+from ...launch.options import NodeOptions
 from ...security.text import printable
 
 if TYPE_CHECKING:  # every command imports this module
@@ -53,124 +55,8 @@ Pack = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        "-n",
-        "--ranks",
-        help="Number of ranks on all nodes. Default: one for each GPU; without GPUs, the tasks "
-        "that the scheduler sets, or one for each NUMA domain.",
-        metavar="N",
-        show_default=False,
-    ),
-]
-Hosts = Annotated[
-    str | None,
-    typer.Option(
-        "-H",
-        "--hosts",
-        help="Hosts, reached over ssh, with their numbers of ranks: host1:4,host2:4.",
-        metavar="HOST[:N],...",
-        show_default=False,
-        rich_help_panel=NODES,
-    ),
-]
-Hostfile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with one host per line: host1, host1:4 or host1 slots=4.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=NODES,
-    ),
-]
-Env = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Set an environment variable on every rank: NAME=VALUE, or NAME to forward its "
-        "current value. May be repeated. Over ssh, PATH, VIRTUAL_ENV, OMP_*, NCCL_* and similar "
-        "ones are forwarded automatically.",
-        metavar="NAME[=VALUE]",
-        show_default=False,
-        rich_help_panel=NODES,
-    ),
-]
-Launcher = Annotated[
-    str | None,
-    typer.Option(
-        help="Tool that starts an agent on each node: ssh, srun, jsrun, blaunch, palsrun, flux, "
-        "mpirun or mpiexec. Default: that of the scheduler, or ssh.",
-        metavar="TOOL",
-        show_default=False,
-        rich_help_panel=NODES,
-    ),
-]
 Module = Annotated[
     bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")
-]
-Fresh = Annotated[
-    bool,
-    typer.Option(
-        "--fresh",
-        help="Start a new interpreter for every rank, instead of a fork of a process that has "
-        "imported torch. Set automatically if OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
-        "LD_PRELOAD is set, or --env sets PYTHONHASHSEED, PYTHONOPTIMIZE, PYTHONPATH or "
-        "PYTHONWARNINGS.",
-        rich_help_panel=BINDING,
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="Threads of each rank (OMP_NUM_THREADS, torch). Default: OMP_NUM_THREADS, or one "
-        "for each core of the rank.",
-        metavar="N",
-        show_default=False,
-        rich_help_panel=BINDING,
-    ),
-]
-DEFAULTS = {"--bind": "auto"}  # of options that are not None where the user has not given them
-Bind = Annotated[
-    str,
-    typer.Option(
-        help="Bind ranks: core (exclusive cores, in one NUMA node if possible), device (cores "
-        "near its GPU), numa or socket (a whole NUMA node or socket), none; auto: device or core "
-        "if the cores belong to this job alone, otherwise none.",
-        metavar="HOW",
-        rich_help_panel=BINDING,
-    ),
-]
-CpusPerRank = Annotated[
-    int | None,
-    typer.Option(
-        help="Cores of each rank. Default: an equal part of the granted cores.",
-        metavar="N",
-        show_default=False,
-        rich_help_panel=BINDING,
-    ),
-]
-Smt = Annotated[
-    bool | None,
-    typer.Option(
-        "--smt/--no-smt",
-        help="Start a thread for each hardware thread of a rank's cores, or leave all but one "
-        "hardware thread of each core unused. Default: one thread for each core.",
-        show_default=False,
-        rich_help_panel=BINDING,
-    ),
-]
-HangTimeout = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds without progress on any rank (at least three times the longest pause so "
-        "far) before Paceline reports a hang: which ranks are missing from which collective, with "
-        "all stacks. Paceline then restarts or ends the job (exit code 124). Default: 300; "
-        "without this option, Paceline restarts or ends the job only if a collective cannot "
-        "complete, and otherwise prints a warning. 0 disables hang detection.",
-        metavar="SECONDS",
-        show_default=False,
-        rich_help_panel=FAULTS,
-    ),
 ]
 References = Annotated[
     list[Path] | None,
@@ -311,6 +197,186 @@ Json = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The script, its arguments and its number of ranks."""
+
+    script: Script
+    args: Args = None
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            help="Number of ranks on all nodes. Default: one for each GPU; without GPUs, the tasks "
+            "that the scheduler sets, or one for each NUMA domain.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None
+    module: Module = False
+
+    @property
+    def words(self) -> list[str]:
+        """The script and its arguments, as ``paceline run`` takes them."""
+        return [*["-m"] * self.module, self.script, *(self.args or [])]
+
+
+@dataclass(frozen=True)
+class HostOptions(NodeOptions):
+    """The options that choose the nodes."""
+
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "-H",
+            "--hosts",
+            help="Hosts, reached over ssh, with their numbers of ranks: host1:4,host2:4.",
+            metavar="HOST[:N],...",
+            show_default=False,
+            rich_help_panel=NODES,
+        ),
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with one host per line: host1, host1:4 or host1 slots=4.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=NODES,
+        ),
+    ] = None
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            help="Tool that starts an agent on each node: ssh, srun, jsrun, blaunch, palsrun, "
+            "flux, mpirun or mpiexec. Default: that of the scheduler, or ssh.",
+            metavar="TOOL",
+            show_default=False,
+            rich_help_panel=NODES,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class HostAndEnvOptions(HostOptions):
+    """The options that choose the nodes, and the environment variables of the ranks."""
+
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Set an environment variable on every rank: NAME=VALUE, or NAME to forward its "
+            "current value. May be repeated. Over ssh, PATH, VIRTUAL_ENV, OMP_*, NCCL_* and "
+            "similar ones are forwarded automatically.",
+            metavar="NAME[=VALUE]",
+            show_default=False,
+            rich_help_panel=NODES,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How ranks run: binding, threads, interpreter, and when they hang."""
+
+    bind: Annotated[
+        str,
+        typer.Option(
+            help="Bind ranks: core (exclusive cores, in one NUMA node if possible), device (cores "
+            "near its GPU), numa or socket (a whole NUMA node or socket), none; auto: device or "
+            "core if the cores belong to this job alone, otherwise none.",
+            metavar="HOW",
+            rich_help_panel=BINDING,
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Threads of each rank (OMP_NUM_THREADS, torch). Default: OMP_NUM_THREADS, or one "
+            "for each core of the rank.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=BINDING,
+        ),
+    ] = None
+    cpus_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Cores of each rank. Default: an equal part of the granted cores.",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=BINDING,
+        ),
+    ] = None
+    smt: Annotated[
+        bool | None,
+        typer.Option(
+            "--smt/--no-smt",
+            help="Start a thread for each hardware thread of a rank's cores, or leave all but one "
+            "hardware thread of each core unused. Default: one thread for each core.",
+            show_default=False,
+            rich_help_panel=BINDING,
+        ),
+    ] = None
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Start a new interpreter for every rank, instead of a fork of a process that has "
+            "imported torch. Set automatically if OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
+            "LD_PRELOAD is set, or --env sets PYTHONHASHSEED, PYTHONOPTIMIZE, PYTHONPATH or "
+            "PYTHONWARNINGS.",
+            rich_help_panel=BINDING,
+        ),
+    ] = False
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without progress on any rank (at least three times the longest pause so "
+            "far) before Paceline reports a hang: which ranks are missing from which collective, "
+            "with all stacks. Paceline then restarts or ends the job (exit code 124). Default: "
+            "300; without this option, Paceline restarts or ends the job only if a collective "
+            "cannot complete, and otherwise prints a warning. 0 disables hang detection.",
+            metavar="SECONDS",
+            show_default=False,
+            rich_help_panel=FAULTS,
+        ),
+    ] = None
+
+    def words(self) -> list[str]:
+        """Return the options that differ from their defaults: reports repeat them in commands."""
+        words = [] if self.smt is None else ["--smt" if self.smt else "--no-smt"]
+        bind = None if self.bind == RankOptions.bind else self.bind
+        return words + option_words(
+            {
+                "--fresh": self.fresh,
+                "--threads": self.threads,
+                "--bind": bind,
+                "--cpus-per-rank": self.cpus_per_rank,
+                "--hang-timeout": self.hang_timeout,
+            }
+        )
+
+
+def launch_words(
+    module: bool, how: RankOptions, nodes: NodeOptions, others: dict[str, Any]
+) -> list[str]:
+    """Return the options of ``paceline run`` that do not select the hosts."""
+    return ["-m"] * module + how.words() + option_words({**others, "--env": nodes.env})
+
+
+def option_words(values: dict[str, Any]) -> list[str]:
+    """Return the words of options: none for None and False, the name alone for True."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False:
+            for one in value if isinstance(value, list) else [value]:
+                words += [name, str(one)]
+    return words
+
+
 def layout_knob(layout: str | None) -> dict[str, Any]:
     """Return the knob that --layout sets. Raises ValueError for a text that is no layout."""
     if layout is None:
@@ -346,35 +412,6 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
             )
         knobs["exchange"] = exchange
     return knobs
-
-
-def launch_options(
-    hosts: str | None,
-    hostfile: Path | None,
-    launcher: str | None,
-    module: bool,
-    fresh: bool,
-    smt: bool | None,
-    env: list[str] | None,
-    values: dict[str, Any],
-) -> tuple[list[str], list[str]]:
-    """Return options for ``paceline run``: those that select the hosts, and the others.
-
-    They are those that differ from the default: reports repeat them in commands for the user.
-
-    values: Further options with their values; None for those that are not set.
-    """
-    options = ["-m"] * module + ["--fresh"] * fresh
-    if smt is not None:
-        options.append("--smt" if smt else "--no-smt")
-    for name, value in values.items():
-        options += [name, str(value)] if value not in (None, DEFAULTS.get(name)) else []
-    for variable in env or []:
-        options += ["--env", variable]
-    where = ["-H", hosts] if hosts else []
-    where += ["--hostfile", str(hostfile)] if hostfile else []
-    where += ["--launcher", launcher] if launcher else []
-    return where, options
 
 
 def can_be_written(path: Path, option: str) -> None:

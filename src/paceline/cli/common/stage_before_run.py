@@ -6,40 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from ...launch.options import NodeOptions
 from ...security.processes import python_command
 
 
-@dataclass(frozen=True)
-class PackHosts:
-    """The options of ``paceline run`` that select the hosts."""
-
-    hosts: str | None = None
-    hostfile: Path | None = None
-    launcher: str | None = None
-
-    def of_pack(self) -> list[str]:
-        """Return the options with which ``paceline pack`` uses these hosts.
-
-        They request one rank per known core; hosts are taken to have as many hardware threads per
-        core as this one. The list is empty for a single host, on which threads are sufficient.
-        """
-        from ...cluster.topology.topology import topology
-        from ...launch.target import find_target
-
-        found = find_target(self.hosts, self.hostfile, self.launcher).hosts
-        if len(found) < 2:
-            return []
-        named = {"-H": self.hosts, "--hostfile": self.hostfile, "--launcher": self.launcher}
-        words = [str(word) for pair in named.items() if pair[1] is not None for word in pair]
-        here = topology()
-        cores = sum(here.cores_of_cpus(one.cpus) if one.cpus else one.slots or 1 for one in found)
-        return words if self.hosts or self.hostfile else ["-n", str(cores), *words]
-
-
-def sets_of(stage: Sequence[Path], pack: Sequence[str], where: PackHosts) -> list[str]:
+def sets_of(stage: Sequence[Path], pack: Sequence[str], where: NodeOptions) -> list[str]:
     """Return the absolute paths of the datasets to stage; pack those that are not packed yet.
 
     Args:
@@ -72,14 +45,14 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: PackHosts) -> lis
     return [str(one.resolve()) for one in stage]
 
 
-def _packed(words: list[str], dest: Path, where: PackHosts) -> None:
+def _packed(words: list[str], dest: Path, where: NodeOptions) -> None:
     """Pack a dataset in a child process.
 
     The child ends with this process, so that no process still packs into ``dest`` when the user
     repeats the command.
     """
     if not {"-n", "--ranks", "-H", "--hosts", "--hostfile"} & set(words):
-        words = [*words, *where.of_pack()]
+        words = [*words, *_words_of_pack(where)]
     command = ["pack", *words, str(dest)]
     sys.stderr.write(f"paceline: {dest} is not packed yet: paceline {shlex.join(command)}\n")
     done = subprocess.run(
@@ -93,6 +66,24 @@ def _packed(words: list[str], dest: Path, where: PackHosts) -> None:
         raise ValueError(
             f"--pack: paceline pack ended with exit code {done.returncode}, and no rank was started"
         )
+
+
+def _words_of_pack(nodes: NodeOptions) -> list[str]:
+    """Return the options with which ``paceline pack`` uses the nodes of the job.
+
+    They request one rank per known core; nodes are taken to have as many hardware threads per core
+    as this one. The list is empty for a single node, on which threads are sufficient.
+    """
+    from ...cluster.topology.topology import topology
+    from ...launch.target import find_target
+
+    found = find_target(nodes).hosts
+    if len(found) < 2:
+        return []
+    here = topology()
+    cores = sum(here.cores_of_cpus(one.cpus) if one.cpus else one.slots or 1 for one in found)
+    is_named = nodes.hosts or nodes.hostfile
+    return [*([] if is_named else ["-n", str(cores)]), *nodes.words()]
 
 
 def _ends_with_it() -> None:

@@ -1,6 +1,6 @@
 """Options of ``paceline scale --submit``, and the jobs of a study."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,67 +25,97 @@ def _option(
     return found
 
 
-Submit = Annotated[
-    bool,
-    typer.Option(
-        "--submit",
-        help="Submit one job for each size, and return. --continue then prints what the jobs have "
-        "measured, and submits those again that failed. --minutes is the time of each job.",
-        rich_help_panel=JOBS,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="With --submit: print the cost and the batch scripts, and submit nothing.",
-        rich_help_panel=JOBS,
-    ),
-]
-NodeHours = Annotated[
-    float | None,
-    _option("Limit of the node-hours of all jobs together.", "HOURS", least=0.001),
-]
-RanksPerNode = Annotated[
-    int | None,
-    _option("Ranks on a full node. Default: one for each GPU; one without GPUs.", "N", least=1),
-]
-GpusPerNode = Annotated[int | None, _option("Number of GPUs on each node.", "N", least=1)]
-Memory = Annotated[str | None, _option("Memory of each node: 64G.", "SIZE")]
-Queue = Annotated[str | None, _option("Queue or partition.", "NAME", "--queue", "--partition")]
-Account = Annotated[str | None, _option("Account or project to charge.", "NAME")]
-SchedulerName = Annotated[
-    str | None,
-    _option(
-        "slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
-        "NAME",
-        "--scheduler",
-    ),
-]
-Setup = Annotated[
-    list[str] | None,
-    _option(
-        "Shell command to run before the study in each job: 'module load cuda'. May be repeated.",
-        "LINE",
-    ),
-]
-SchedulerOption = Annotated[
-    list[str] | None,
-    _option(
-        "Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be repeated.",
-        "OPTION",
-    ),
-]
-Only = Annotated[  # in the jobs that --submit starts
-    int | None, typer.Option("--only", hidden=True, min=1, metavar="N")
-]
+@dataclass(frozen=True)
+class JobsOptions:
+    """The options of a study's jobs, as typed."""
+
+    submit: Annotated[
+        bool,
+        typer.Option(
+            "--submit",
+            help="Submit one job for each size, and return. --continue then prints what the jobs "
+            "have measured, and submits those again that failed. --minutes is the time of each job."
+            "",
+            rich_help_panel=JOBS,
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="With --submit: print the cost and the batch scripts, and submit nothing.",
+            rich_help_panel=JOBS,
+        ),
+    ] = False
+    node_hours: Annotated[
+        float | None,
+        _option("Limit of the node-hours of all jobs together.", "HOURS", least=0.001),
+    ] = None
+    ranks_per_node: Annotated[
+        int | None,
+        _option("Ranks on a full node. Default: one for each GPU; one without GPUs.", "N", least=1),
+    ] = None
+    gpus_per_node: Annotated[int | None, _option("Number of GPUs on each node.", "N", least=1)] = (
+        None
+    )
+    memory: Annotated[str | None, _option("Memory of each node: 64G.", "SIZE")] = None
+    queue: Annotated[
+        str | None, _option("Queue or partition.", "NAME", "--queue", "--partition")
+    ] = None
+    account: Annotated[str | None, _option("Account or project to charge.", "NAME")] = None
+    scheduler: Annotated[
+        str | None,
+        _option(
+            "slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
+            "NAME",
+            "--scheduler",
+        ),
+    ] = None
+    setup: Annotated[
+        list[str] | None,
+        _option(
+            "Shell command to run before the study in each job: 'module load cuda'. May be "
+            "repeated.",
+            "LINE",
+        ),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        _option(
+            "Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be "
+            "repeated.",
+            "OPTION",
+        ),
+    ] = None
+    only: Annotated[  # in the jobs that --submit starts
+        int | None, typer.Option("--only", hidden=True, min=1, metavar="N")
+    ] = None
+
+    def checked(self, cpus: int | None) -> "JobOptions":
+        """Return the options of the jobs. Raises ValueError: one is not valid.
+
+        Args:
+            cpus: Cores of each rank.
+        """
+        from ...launch.submit import batch_options
+        from ...study.scale.jobs import JobOptions, scheduler_name
+
+        return JobOptions(
+            scheduler_name(self.scheduler),
+            self.ranks_per_node or self.gpus_per_node or 1,
+            cpus,
+            self.gpus_per_node,
+            None if self.memory is None else batch_options.memory(self.memory),
+            self.queue,
+            self.account,
+            self.setup or [],
+            self.option or [],
+            self.node_hours,
+        )
 
 
 # Parameters of the command that need --submit, and those that a study in jobs does not take.
-OF_JOBS = (
-    *("dry_run", "node_hours", "ranks_per_node", "gpus_per_node", "memory", "queue"),
-    *("account", "scheduler", "setup", "option"),
-)
+OF_JOBS = tuple(one.name for one in fields(JobsOptions) if one.name not in ("submit", "only"))
 NOT_IN_JOBS = ("hosts", "hostfile", "beside")
 
 
@@ -102,36 +132,6 @@ def check_given(given: dict[str, str]) -> None:
             f"--submit: the scheduler places the ranks of each size, and {wrong[0]} is given too. "
             "HINT: leave it out"
         )
-
-
-def job_options(
-    scheduler: str | None,
-    ranks_per_node: int | None,
-    cpus: int | None,
-    gpus: int | None,
-    memory: str | None,
-    queue: str | None,
-    account: str | None,
-    setup: list[str] | None,
-    options: list[str] | None,
-    node_hours: float | None,
-) -> "JobOptions":
-    """Return the options of the jobs. Raises ValueError: one is not valid."""
-    from ...launch.submit import batch_options
-    from ...study.scale.jobs import JobOptions, scheduler_name
-
-    return JobOptions(
-        scheduler_name(scheduler),
-        ranks_per_node or gpus or 1,
-        cpus,
-        gpus,
-        None if memory is None else batch_options.memory(memory),
-        queue,
-        account,
-        setup or [],
-        options or [],
-        node_hours,
-    )
 
 
 def submit_study(

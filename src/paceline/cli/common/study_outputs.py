@@ -1,7 +1,7 @@
 """The outputs of ``paceline scale``: what it prints, and the files that it writes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,7 @@ import typer
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
 from .command import STDOUT, json_output
-from .options import can_be_written
+from .options import Json, can_be_written
 
 if TYPE_CHECKING:
     from ...analyze.scaling.outcomes.compare_studies import StudyComparison
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ...report.scaling.findings import Findings
 
 FILES = "Files"
-OUTPUTS = ("json", "html", "csv", "svg", "latex", "extrap", "talp")  # parameters of the command
 
 HtmlFile = Annotated[
     Path | None,
@@ -30,71 +29,66 @@ HtmlFile = Annotated[
         rich_help_panel=FILES,
     ),
 ]
-CsvFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--csv",
-        help="Write all figures of each size to this file.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=FILES,
-    ),
-]
-SvgFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--svg",
-        help="Write a drawing of speed-up and efficiency to this file, for a document.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=FILES,
-    ),
-]
-LatexFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--latex",
-        help="Write a LaTeX table of the sizes to this file. It needs no LaTeX package.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=FILES,
-    ),
-]
-ExtrapFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--extrap",
-        help="Write the times of all runs to this file as input of Extra-P: JSON, or JSON Lines if "
-        "the name ends in .jsonl.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=FILES,
-    ),
-]
-TalpFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--talp",
-        help="Write the POP efficiencies of all runs into this folder in the format of DLB's TALP, "
-        "for TALP-Pages.",
-        metavar="DIR",
-        show_default=False,
-        rich_help_panel=FILES,
-    ),
-]
 
 
 @dataclass(frozen=True)
 class StudyOutputs:
-    """What the user asked for. Attributes: values of the options of the same names."""
+    """What the user asked for."""
 
-    json: Path | None = None
-    html: Path | None = None
-    csv: Path | None = None
-    svg: Path | None = None
-    latex: Path | None = None
-    extrap: Path | None = None
-    talp: Path | None = None
+    json: Json = None
+    html: HtmlFile = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv",
+            help="Write all figures of each size to this file.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg",
+            help="Write a drawing of speed-up and efficiency to this file, for a document.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    latex: Annotated[
+        Path | None,
+        typer.Option(
+            "--latex",
+            help="Write a LaTeX table of the sizes to this file. It needs no LaTeX package.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    extrap: Annotated[
+        Path | None,
+        typer.Option(
+            "--extrap",
+            help="Write the times of all runs to this file as input of Extra-P: JSON, or JSON "
+            "Lines if the name ends in .jsonl.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    talp: Annotated[
+        Path | None,
+        typer.Option(
+            "--talp",
+            help="Write the POP efficiencies of all runs into this folder in the format of DLB's "
+            "TALP, for TALP-Pages.",
+            metavar="DIR",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
 
     def check(self) -> None:
         """Check that the files can be written, before runs that take minutes.
@@ -124,11 +118,10 @@ class StudyOutputs:
             with json_output(self.json):
                 typer.echo(study_json(study, findings), nl=False)
         else:
-            from ...report.console import PlainConsole, output_width
-            from ...report.terminal.scaling.study_table import study_panel
+            from ...report.scaling.study_document import study_document
+            from ...report.terminal.draw import print_panel
 
-            console = PlainConsole(width=output_width())
-            console.print(study_panel(study, findings, console.width))
+            print_panel(lambda width: study_document(study, findings, width))
         for said in written:
             typer.echo(said, err=self.json == STDOUT)
 
@@ -142,10 +135,13 @@ class StudyOutputs:
 
         said = []
         if self.html is not None:
-            from ...report.page.study_page import study_page
-            from ...report.page.write_page import save
+            from ...report.page.write_page import document_page, save
+            from ...report.scaling.study_charts import study_charts
+            from ...report.scaling.study_document import WIDE, study_document
 
-            said.append(save(study_page(study, findings), self.html))
+            data = study_charts(study, findings)
+            page = document_page(study_document(study, findings, WIDE), data)
+            said.append(save(page, self.html))
         texts: list[tuple[Path | None, str, Callable[[Path], str]]] = [
             (self.csv, "figures of all sizes", lambda _: csv_text(study)),
             (self.svg, "speed-up and efficiency", lambda _: svg_text(study, findings)),
@@ -166,23 +162,26 @@ class StudyOutputs:
         return said
 
 
+OUTPUTS = tuple(one.name for one in fields(StudyOutputs))  # parameters of the command
+
+
 def print_comparison(found: "StudyComparison", json: Path | None, html: Path | None = None) -> None:
     """Print the comparison of two studies, or write it as JSON, and write its page."""
+    from ...report.scaling import study_comparison as report
+
+    document = report.comparison_document(found)
     if html is not None:
-        from ...report.page.study_comparison import comparison_page
-        from ...report.page.write_page import save
+        from ...report.page.write_page import document_page, save
 
-        typer.echo(save(comparison_page(found), html), err=json == STDOUT)
+        data = report.comparison_charts(found)
+        typer.echo(save(document_page(document, data), html), err=json == STDOUT)
     if json is not None:
-        from ...report.scaling.comparison_json import comparison_json
-
         with json_output(json):
-            typer.echo(comparison_json(found), nl=False)
+            typer.echo(report.comparison_json(found), nl=False)
         return
-    from ...report.console import PlainConsole, output_width
-    from ...report.terminal.scaling.compare_table import comparison_panel
+    from ...report.terminal.draw import print_panel
 
-    PlainConsole(width=output_width()).print(comparison_panel(found))
+    print_panel(lambda _: document)
 
 
 def _write(path: Path, text: str) -> None:

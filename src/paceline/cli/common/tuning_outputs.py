@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...security.text import printable
 from .command import STDOUT, json_output
-from .options import can_be_written
+from .options import Json, can_be_written
+from .study_outputs import FILES, HtmlFile
 
 if TYPE_CHECKING:
     from ...report.tuning.tuning_view import TuningView
@@ -17,13 +18,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuningOutputs:
-    """What the user asked for. Attributes: values of the options of the same names."""
+    """What the user asked for."""
 
-    json: Path | None = None
-    csv: Path | None = None
-    best: Path | None = None
-    html: Path | None = None
-    tensorboard: Path | None = None
+    json: Json = None
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the parameters of the best trial to this file (TOML).",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write all trials to this file: one line for each.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    html: HtmlFile = None
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the trials into this folder for TensorBoard's HParams. Needs the package "
+            "tensorboard.",
+            metavar="DIR",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None
 
     def check(self) -> None:
         """Check that the files can be written, before trials that take hours.
@@ -80,10 +106,10 @@ class TuningOutputs:
             with json_output(self.json):
                 typer.echo(json_text(view), nl=False)
             return
-        from ...report.console import PlainConsole, output_width
-        from ...report.terminal.tuning.tuning_table import tuning_panel
+        from ...report.terminal.draw import print_panel
+        from ...report.tuning.tuning_document import tuning_document
 
-        PlainConsole(width=output_width()).print(tuning_panel(view))
+        print_panel(lambda _: tuning_document(view))
 
 
 def _write_csv(view: "TuningView", path: Path) -> str:
@@ -103,10 +129,13 @@ def _write_best(view: "TuningView", path: Path) -> str:
 
 
 def _write_page(view: "TuningView", path: Path) -> str:
-    from ...report.page.tuning_page import tuning_page
-    from ...report.page.write_page import save
+    from ...report.page.write_page import document_page, save
+    from ...report.tuning.tuning_charts import tuning_charts
+    from ...report.tuning.tuning_document import tuning_document
 
-    return save(tuning_page(view), path)
+    charts = tuning_charts(view)
+    data = {"states": [], "tuning": charts}
+    return save(document_page(tuning_document(view, charts), data), path)
 
 
 def _write_hparams(view: "TuningView", path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
-from ..numbers import amount, counted, percent
+from ..numbers import amount, counted, joined, percent
 from ..state_names import STATE_NAMES
 from ..survey import describe_survey
 from ..terminal.diagnose import NAMES, Diagnosis, computing, rate_unit, waits_for_cores
@@ -20,7 +20,7 @@ from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, 
 from ..verdict.of_diagnosis import verdict_of_diagnosis, without_values
 from .definitions import DEFINITIONS
 from .step_profile import legend, line_rows, operator_context
-from .wording import joined, largest_losses
+from .wording import largest_losses
 from .write_page import page
 
 MAX_SHOWN = 40  # most shown entries of a list in the evidence

@@ -1,6 +1,5 @@
 """Explanations on the page, written for readers without experience with profilers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...analyze.figures.losses import Loss
@@ -182,9 +181,3 @@ def achieved(report: Report) -> str:
         f"{percent(useful)} of the ranks' time was useful (computing for the model), "
         f"{percent(1 - useful)} was lost."
     )
-
-
-def joined(parts: Iterable[str]) -> str:
-    """Return the parts as an enumeration, such as "a, b and c"."""
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last

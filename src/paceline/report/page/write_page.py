@@ -14,8 +14,8 @@ from markupsafe import Markup
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
 from ...version import __version__
+from ..document import GOOD_EFFICIENCY, PAGE, Document, parts_of
 from ..numbers import amount, counted, duration, figure, percent, size
-from ..terminal.run_report import GOOD_EFFICIENCY
 from .definitions import DEFINITIONS
 
 ASSETS = Path(__file__).parent / "assets"
@@ -66,6 +66,20 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         hashes=Markup(" ".join(map(_hash, (plotly, charts)))),
         data=Markup(_embedded(data)),
     )
+
+
+def document_page(document: Document, data: dict[str, Any]) -> str:
+    """Return the page of a document. data: the JSON that charts.js draws."""
+    shown = document.parts(PAGE)
+    context = {
+        "title": document.title,
+        "heading": document.heading,
+        "parts": [(section.id, section.name) for section, _ in shown],
+        "document": document,
+        "shown": shown,
+        "parts_of": lambda text: parts_of(text, PAGE),
+    }
+    return page("document.html", data, context)
 
 
 def save(text: str, path: Path) -> str:

@@ -1,11 +1,13 @@
-"""The critical batch in sentences and as JSON."""
+"""The critical batch: sentences and tables for terminal and page, its chart, and JSON."""
 
 import json
 import math
 from dataclasses import asdict
 from typing import Any
 
-from ...analyze.scaling.critical.critical_model import LINEAR, StoredCritical
+import numpy as np
+
+from ...analyze.scaling.critical.critical_model import LINEAR, BranchRun, StoredCritical
 from ...analyze.scaling.critical.judgement import (
     AGREES,
     SMALLER,
@@ -13,10 +15,99 @@ from ...analyze.scaling.critical.judgement import (
     MultipleResult,
     end_loss,
 )
+from ...security.text import printable
+from .. import document as doc
 from ..noise_scale import noise_scale_text
 from ..numbers import amount, counted
 
 FORMAT, VERSION = "paceline-critical-batch-result", 1
+POINTS = 64  # of a line; each is the mean of an equal part of the samples
+
+
+def critical_document(stored: StoredCritical, found: CriticalBatch) -> doc.Document:
+    """Return the result: sentences, the losses of each batch, and a chart of them."""
+    point, request = found.point, stored.request
+    lead, *others = critical_sentences(stored, found)
+    where = f"from step {point.step}" if point.step else "from the script's checkpoint"
+    about = (
+        f"{counted(request.ranks, 'rank')}, {where}, {counted(point.window, 'sample')} a run; mean "
+        "loss of the last quarter"
+    )
+    headings = ("batch", "times", "learning rate", "runs", "loss", "over the base's (95 %)")
+    table = doc.Table(
+        [*map(doc.Column, headings), doc.Column("", right=False)],
+        [doc.Row(_cells(one, request.tolerance)) for one in found.results],
+    )
+    summary = [doc.Line(lead, doc.LEAD), *map(doc.Line, others)]
+    summary += [doc.Line(printable(note), doc.DOUBT) for note in stored.notes]
+    chart = doc.Chart(
+        "branches",
+        "Mean of the seeds, smoothed; bands: lowest and highest seed. All runs continue from the "
+        "same checkpoint. The last quarter is compared.",
+        lead,
+    )
+    return doc.Document(
+        "Paceline: critical batch",
+        f"Critical batch of {request.script}",
+        [
+            doc.Section("summary", "Summary", summary),
+            doc.Section("losses", "Losses", [chart], "Loss after the same samples"),
+            doc.Section("batches", "Batches", [table], "Batches"),
+        ],
+        [doc.Part(" ".join([request.script, *request.args]), "code"), about],
+    )
+
+
+def _cells(one: MultipleResult, tolerance: float) -> list[str | doc.Part]:
+    parts = f" in {one.parts} parts" if one.parts > 1 else ""
+    verdict = printable(verdict_text(one, tolerance))
+    style = {"as good": doc.BETTER, "worse": doc.WORSE}.get(verdict, "")
+    return [
+        f"{amount(one.batch)}{parts}",
+        str(one.multiple),
+        f"x {one.rate_factor:.3g}",
+        str(one.runs),
+        "-" if one.loss is None else f"{one.loss:.4g}",
+        difference_text(one),
+        doc.Part(verdict, style),
+    ]
+
+
+def critical_charts(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any]:
+    """Return the data of the page's chart: a line for each batch."""
+    lines = [
+        _line(stored.of(one.multiple), number, f"{one.batch:,} samples")
+        for number, one in enumerate(found.results)
+    ]
+    return {"states": [], "branches": [line for line in lines if line is not None]}
+
+
+def _line(runs: list[BranchRun], number: int, name: str) -> dict[str, Any] | None:
+    """Return the loss of a batch over the samples: mean, lowest and highest of the seeds."""
+    known = [run for run in runs if len(run.losses) > 1 and None not in run.losses]
+    if not known:
+        return None
+    points = min(POINTS, *(len(run.losses) for run in known))
+    end = min(run.samples[-1] for run in known)
+    edges = np.linspace(0.0, end, points + 1)
+    each = np.array([_means(run, edges) for run in known])
+    return {
+        "name": name,
+        "colour": number,
+        "x": edges[1:].tolist(),
+        "y": each.mean(axis=0).tolist(),
+        "low": each.min(axis=0).tolist(),
+        "high": each.max(axis=0).tolist(),
+    }
+
+
+def _means(run: BranchRun, edges: Any) -> list[float]:
+    """Return the mean loss between edges; a step counts where it overlaps, by its samples."""
+    samples, losses = np.array([0.0, *run.samples]), np.array(run.losses, np.float64)
+    sums = np.concatenate([[0.0], np.cumsum(losses * np.diff(samples))])
+    whole = np.interp(edges, samples, sums)
+    means: list[float] = (np.diff(whole) / np.diff(edges)).tolist()
+    return means
 
 
 def critical_sentences(stored: StoredCritical, found: CriticalBatch) -> list[str]:

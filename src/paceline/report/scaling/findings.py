@@ -1,11 +1,32 @@
 """Results of the analysis of a study, in the form in which outputs show them."""
 
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...analyze.scaling.derived import Estimate
-from ...analyze.scaling.study_model import Prediction
+from ...analyze.scaling.bends import MIN_SHOWN, Bend, GrownLoss, Proposal
+from ...analyze.scaling.derived import Estimate, scaling, throughput
+from ...analyze.scaling.forecast import (
+    COST_MODEL,
+    KindAnalysis,
+    LeftOut,
+    analyse_kind,
+    next_sizes,
+    place_at,
+)
+from ...analyze.scaling.forecast import Knee as FoundKnee
+from ...analyze.scaling.laws import AMDAHL, UNIVERSAL, Band, LawFit, Parameter
+from ...analyze.scaling.study_model import Prediction, ScalingStudy
+from ..numbers import counted, percent
 
 MAX_KNOWN = 100.0  # of an interval's upper end to its value: beyond, there is no upper limit
+
+
+# Remedies by kind of scaling, and by ranks of the larger size.
+Proposals = Mapping[str, Mapping[int, Sequence[Proposal]]]
+MAX_TOLD = 3  # losses of a step from size to size
+POINTS_PER_DOUBLING = 4  # of a curve
 
 
 @dataclass(frozen=True)
@@ -140,3 +161,152 @@ class Findings:
             [one for one in self.reasons if one.kind == kind],
             [one for one in self.predictions if one.prediction.kind == kind],
         )
+
+
+def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Findings:
+    """Analyse a study; sizes that are too few leave parts of the result empty.
+
+    Args:
+        proposals: Remedies of ``predict.scaling``; None: none are told.
+    """
+    found = Findings()
+    has_cost_model = False
+    for kind in study.request.kinds:
+        analysis = analyse_kind(study, kind)
+        if analysis is None or len(analysis.costs) < 2:
+            continue
+        found.fits.extend(_fits(analysis, has_cost_model))
+        found.curves.extend(_curves(analysis))
+        if analysis.knee is not None:
+            found.knees.append(_knee(kind, analysis.knee))
+        remedies = (proposals or {}).get(kind, {})
+        shown = {one.point.ranks: one.efficiency.value for one in scaling(study, kind)}
+        found.reasons.extend(
+            _reason(one, shown, remedies.get(one.larger, ())) for one in analysis.bends
+        )
+        has_cost_model = True
+    found.predictions.extend(_checked(study, one) for one in study.predictions)
+    return found
+
+
+def _fits(analysis: KindAnalysis, has_cost_model: bool) -> list[Fit]:
+    """Return the fits of one kind; the cost model's parameters are those of all kinds together."""
+    found = [
+        _fit(analysis, law.law, [_parameter(one) for one in law.parameters], _limit(law))
+        for law in analysis.laws
+    ]
+    parameters = [] if has_cost_model else [_parameter(one) for one in analysis.model.parameters()]
+    return [*found, _fit(analysis, COST_MODEL, parameters)]
+
+
+def _limit(law: LawFit) -> str:
+    """Return why a law does not describe the sizes, or ""."""
+    beyond = law.law == AMDAHL and any(one.name == "s" and one.value > 1 for one in law.parameters)
+    return "s above 1: more ranks are slower, which this law does not describe" if beyond else ""
+
+
+def _fit(
+    analysis: KindAnalysis, model: str, parameters: list[FittedParameter], note: str = ""
+) -> Fit:
+    errors = [abs(one.error) for one in _of_model(analysis.left_out, model)]
+    return Fit(
+        analysis.kind,
+        model,
+        parameters,
+        statistics.median(errors) if errors else None,
+        max(errors) if errors else None,
+        note,
+    )
+
+
+def _of_model(left_out: Sequence[LeftOut], model: str) -> list[LeftOut]:
+    return [one for one in left_out if one.model == model]
+
+
+def _parameter(one: Parameter) -> FittedParameter:
+    return FittedParameter(one.name, one.value, one.low, one.high, one.unit, one.meaning)
+
+
+def _curves(analysis: KindAnalysis) -> list[Curve]:
+    """Return the throughput by the cost model, and by the universal law, up to the next size."""
+    sizes = [one.ranks for one in analysis.costs]
+    ranks = _grid(sizes[0], next_sizes(sizes, 1)[0], sizes)
+    bands = {COST_MODEL: [_modelled(analysis, n) for n in ranks]}
+    for law in analysis.laws:
+        if law.law == UNIVERSAL:
+            bands[law.law] = [law.throughput(n) for n in ranks]
+    return [
+        Curve(
+            analysis.kind,
+            model,
+            ranks,
+            [one.value for one in found],
+            [one.low for one in found],
+            [one.high for one in found],
+        )
+        for model, found in bands.items()
+        if all(math.isfinite(x) and x > 0 for one in found for x in (one.value, one.low, one.high))
+    ]
+
+
+def _modelled(analysis: KindAnalysis, ranks: int) -> Band:
+    return analysis.model.throughput(place_at(analysis.costs, analysis.kind, ranks))
+
+
+def _grid(first: int, last: int, sizes: Sequence[int]) -> list[int]:
+    count = max(math.ceil(POINTS_PER_DOUBLING * math.log2(last / first)), 1)
+    found = {round(first * (last / first) ** (i / count)) for i in range(count + 1)}
+    return sorted(found | set(sizes))
+
+
+def _knee(kind: str, knee: FoundKnee) -> Knee:
+    ranks = counted(knee.ranks, "rank")
+    band = f" (95 % interval: {knee.low} to {knee.high})" if knee.low != knee.high else ""
+    more = "at least " if knee.beyond else ""
+    text = f"The efficiency is at least {knee.efficiency:g} up to {more}{ranks}{band}."
+    return Knee(kind, text, float(knee.ranks), float(knee.low), float(knee.high))
+
+
+def _reason(bend: Bend, shown: Mapping[int, float], proposals: Sequence[Proposal]) -> Reason:
+    """Return a bend in words. shown: By ranks, the efficiencies that the table has."""
+    sizes = f"From {bend.smaller} to {counted(bend.larger, 'rank')}"
+    before, after = (shown.get(ranks, math.inf) for ranks in (bend.smaller, bend.larger))
+    if not after < before < math.inf:  # medians of the runs; the bend's are means of all steps
+        before, after = bend.before, bend.after
+    change = f"the efficiency falls from {before:.2f} to {after:.2f}"
+    if bend.main is None:
+        text = f"{sizes}: {before:.2f} to {after:.2f}, no loss larger than the noise."
+        return Reason(bend.kind, bend.smaller, bend.larger, text)
+    largest = [one for one in bend.losses if one.share >= MIN_SHOWN][:MAX_TOLD]
+    causes = "; ".join(f"{one.sentence} ({percent(one.share)} of the loss)" for one in largest)
+    shorter = -sum(one.share for one in bend.losses if one.share < 0)
+    if shorter >= MIN_SHOWN:  # else shares above 100 % are not explained
+        causes += f"; other parts of a step are shorter (-{percent(shorter)})"
+    text = f"{sizes} {change}: {causes}."
+    remedy = " ".join(filter(None, (_gain(bend.main), _remedies(proposals))))
+    return Reason(bend.kind, bend.smaller, bend.larger, text, bend.main.share, remedy)
+
+
+def _gain(loss: GrownLoss) -> str:
+    if loss.gain <= 0:
+        return ""
+    return f"Without the first one, the throughput would be up to {percent(loss.gain)} higher."
+
+
+def _remedies(proposals: Sequence[Proposal]) -> str:
+    """Return what ``paceline diagnose`` would propose, with the predicted gain at that size."""
+    told = []
+    for one in proposals[:MAX_TOLD]:
+        what = one.edit or one.knob
+        gain = f"predicted: +{percent(one.gain)}" if one.gain is not None else "gain not known"
+        told.append(f"{what} ({gain}, at most +{percent(one.at_most)})")
+    return f"Remedies: {'; '.join(told)}." if told else ""
+
+
+def _checked(study: ScalingStudy, prediction: Prediction) -> CheckedPrediction:
+    measured: Estimate | None = None
+    for point in study.of_kind(prediction.kind):
+        same = (point.ranks, point.setup.global_batch)
+        if same == (prediction.ranks, prediction.global_batch) and prediction in point.predicted:
+            measured = throughput(point)
+    return CheckedPrediction(prediction, measured)

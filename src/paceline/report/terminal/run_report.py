@@ -16,6 +16,7 @@ from ...analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..core_waits import core_wait_sentence
+from ..document import GOOD_EFFICIENCY
 from ..memory import memory_warnings, peak_sentence
 from ..noise_scale import noise_scale_sentence
 from ..numbers import amount, counted, duration, percent, size
@@ -34,7 +35,6 @@ from ..verdict.table import verdict_table
 from . import step_work
 from .roofline import draw_roofline
 
-GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_LISTED_GROUPS = 8

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...data.packing.unfinished import RUN_PREFIX, SPOOL_FOLDER, discard
 from ...data.sources.open_source import import_function
 from ...launch.job import Job
 from ...launch.layout import ranks_per_host
+from ...launch.options import LaunchOptions
 from ...launch.ranks.local_host import ForkedRankServer
 from ...launch.start import start
 from ...launch.target import find_target
@@ -36,21 +37,6 @@ MAX_PIECE_DELAY_S = 60.0
 INTERRUPTED_EXIT_CODE = 130
 MAX_TASK_BYTES = 16 << 20  # the task lists all pieces
 MAX_FAILURE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class RankPlacement:
-    """Ranks and hosts to pack on, from the command's options."""
-
-    ranks: int | None = None
-    hosts: str | None = None
-    hostfile: Path | None = None
-    launcher: str | None = None
-    variables: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Return whether ranks are to be started."""
-        return any((self.ranks is not None, self.hosts, self.hostfile, self.launcher))
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,7 @@ class Task:
 
 
 def pack_on_ranks(
-    asked: PackRequest, placement: RankPlacement, step: ProgressCallback
+    asked: PackRequest, placement: LaunchOptions, step: ProgressCallback
 ) -> PackReport:
     """Pack a source on several ranks; the result is the same as that of ``data.pack``.
 
@@ -156,9 +142,9 @@ def pack_on_ranks(
     return report
 
 
-def _expected_ranks(placement: RankPlacement) -> int:
+def _expected_ranks(placement: LaunchOptions) -> int:
     """Return the expected number of ranks; by default one per core of this host on each host."""
-    found = find_target(placement.hosts, placement.hostfile, placement.launcher)
+    found = find_target(placement.nodes)
     if placement.ranks is not None:
         return sum(ranks_per_host(found.hosts, placement.ranks, found.explicit))
     return sum(host.slots or _cores() for host in found.hosts)
@@ -168,7 +154,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _run_ranks(task: Task, placement: RankPlacement, job: PackJob) -> None:
+def _run_ranks(task: Task, placement: LaunchOptions, job: PackJob) -> None:
     """Start ranks that pack the remaining pieces."""
     run = job.work / f"{RUN_PREFIX}{secrets.token_hex(6)}"
     run.mkdir()
@@ -178,15 +164,7 @@ def _run_ranks(task: Task, placement: RankPlacement, job: PackJob) -> None:
         launch_job = Job(
             RANK_MODULE, [str(run.absolute())], True, fresh=True, bind="none", hang_timeout=0.0
         )
-        code = start(
-            launch_job,
-            placement.ranks,
-            placement.hosts,
-            placement.hostfile,
-            placement.launcher,
-            list(placement.variables),
-            min_ranks_per_host=_cores(),
-        )
+        code = start(launch_job, replace(placement, min_ranks_per_host=_cores()))
         failed = _read_failure(run)
     except (
         ForkedRankServer

@@ -10,6 +10,7 @@ from pathlib import Path
 from ...analyze.scaling.study_model import Setup
 from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.topology import topology
+from ...launch.options import NodeOptions
 from ...launch.target import find_target
 from ...plurals import counted
 
@@ -85,21 +86,15 @@ def side_by_side(setups: Sequence[Setup], place: Place) -> list[list[Setup]]:
 
 
 def place_of(where: Sequence[str]) -> Place:
-    """Return the place of stored options that select hosts. Raises ValueError."""
-    given = dict(zip(where[::2], where[1::2], strict=True))
-    hostfile = given.get("--hostfile")
-    return find_place(
-        given.get("-H"), Path(hostfile) if hostfile else None, given.get("--launcher")
-    )
-
-
-def find_place(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Place:
-    """Return the place that the options or the allocation determine, as for ``paceline run``.
+    """Return the place that stored options or the allocation determine, as for ``paceline run``.
 
     Raises:
         ValueError: Same as for ``find_target``.
     """
-    target = find_target(hosts, hostfile, launcher)
+    stored = dict(zip(where[::2], where[1::2], strict=True))
+    hostfile = stored.get("--hostfile")
+    hosts, launcher = stored.get("-H"), stored.get("--launcher")
+    target = find_target(NodeOptions(hosts, Path(hostfile) if hostfile else None, launcher))
     given = ("--launcher", launcher) if launcher else ()
     if target.tool is None:
         (here,) = target.hosts

@@ -5,11 +5,11 @@ A trial that fits on one node gets neighbouring cores and GPUs there. A larger o
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.topology import topology
 from ...cluster.topology.visible_gpus import gpu_count
+from ...launch.options import NodeOptions
 from ...launch.target import find_target
 from ...plurals import counted
 
@@ -148,15 +148,13 @@ def _runs(free: set[int], length: int) -> Iterator[int]:
             yield first
 
 
-def find_machine(
-    hosts: str | None, hostfile: Path | None, launcher: str | None, cores_per_rank: int | None
-) -> Machine:
+def find_machine(nodes: NodeOptions, cores_per_rank: int | None) -> Machine:
     """Return the nodes that the options or the allocation determine, as for ``paceline run``.
 
     Raises:
         ValueError: Same as for ``find_target``; or the cores of a node are not known.
     """
-    target = find_target(hosts, hostfile, launcher)
+    target = find_target(nodes)
     if target.tool is None:
         cores = len(topology().cores(allowed_threads()))
         return Machine([Node("", cores, gpu_count())], None, target.why, cores_per_rank)
@@ -165,7 +163,7 @@ def find_machine(
             f"{target.tool.name} uses all nodes of its allocation for one job, so trials can't run "
             "side by side. HINT: --launcher ssh or srun"
         )
-    nodes = []
+    found = []
     for host in target.hosts:
         cores_here = host.slots if target.explicit else host.cpus or host.slots
         if cores_here is None:
@@ -173,5 +171,5 @@ def find_machine(
                 f"the number of cores of {host.name} is not known ({target.why}). HINT: -H "
                 f"{host.name}:N"
             )
-        nodes.append(Node(host.name, cores_here, host.devices or 0))
-    return Machine(nodes, launcher or target.tool.name, target.why, cores_per_rank)
+        found.append(Node(host.name, cores_here, host.devices or 0))
+    return Machine(found, nodes.launcher or target.tool.name, target.why, cores_per_rank)

@@ -154,6 +154,7 @@ def launch(start: TrialStart) -> int:
     from ...launch import single_node
     from ...launch import start as start_job
     from ...launch.job import Job
+    from ...launch.options import LaunchOptions, NodeOptions
 
     is_module = start.words[0] == "-m"
     name, *args = start.words[is_module:]
@@ -172,7 +173,8 @@ def launch(start: TrialStart) -> int:
         os.environ.update(start.variables)
         return single_node.run(job)
     variables = [f"{key}={value}" for key, value in start.variables.items()]
-    return start_job.start(job, start.ranks, start.hosts, None, start.launcher, variables)
+    nodes = NodeOptions(start.hosts, launcher=start.launcher, env=variables)
+    return start_job.start(job, LaunchOptions(start.ranks, nodes))
 
 
 def main(fd: int, modules: str) -> None:

@@ -3,10 +3,11 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...launch.job import Job, check, preloads
+from ...launch.options import NodeOptions
 from ...report.tuning.tune_events import TuneListener
 from ...report.tuning.tuning_view import TuningView
 from .journal import check_installed, full_disk_in_words
@@ -26,16 +27,14 @@ class TuneOptions:
     Attributes:
         continued, forked: Whether to continue the study, or to begin a fork.
         minutes: Time budget, instead of that of the file.
-        hosts, hostfile, launcher: Same as for ``paceline run``.
+        nodes: The options that choose the nodes.
         stage: Absolute paths of the packed datasets to stage.
     """
 
     continued: bool = False
     forked: bool = False
     minutes: float | None = None
-    hosts: str | None = None
-    hostfile: Path | None = None
-    launcher: str | None = None
+    nodes: NodeOptions = field(default_factory=NodeOptions)
     stage: Sequence[str] = ()
 
 
@@ -83,7 +82,7 @@ def tune(
     """
     environment_is_clean()
     spec = load_spec(path)
-    machine = find_machine(options.hosts, options.hostfile, options.launcher, spec.table.cores)
+    machine = find_machine(options.nodes, spec.table.cores)
     for ranks in search_class(spec).numbers_of_ranks(spec):
         machine.check(ranks)
     with contextlib.chdir(spec.folder):

@@ -1,6 +1,6 @@
-"""The page of a study of ``paceline tune``.
+"""Charts of a study of ``paceline tune`` on a page.
 
-It has the figures of Optuna's visualization (history, parallel coordinates, importances, learning
+They are the figures of Optuna's visualization (history, parallel coordinates, importances, learning
 curves, Pareto front), with rungs and lineage, drawn by the part of plotly.js that all pages share:
 Optuna's own functions need all of plotly.js, which is four times as large as a whole page.
 """
@@ -10,100 +10,23 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..terminal.tuning.tuning_table import (
-    counts_line,
-    failure_lines,
-    gain_sentence,
-    lineage_lines,
-    parameter_text,
-    shown_rows,
-    value_text,
-)
-from ..tuning.tuning_view import COMPLETE, FAILED, MAX, TrialRow, TuningView
-from .write_page import page
+from .tuning_document import parameter_text, value_text
+from .tuning_view import COMPLETE, MAX, TrialRow, TuningView
 
 MAX_LINES = 400  # of trials in parallel coordinates
 MAX_CURVES = 60
 MAX_POINTS = 2000
-MAX_ROWS = 200  # of the table
 TICKS = 4  # of a range
 
 
-def tuning_page(view: TuningView) -> str:
-    """Return the page as HTML.
+def tuning_charts(view: TuningView) -> dict[str, Any]:
+    """Return the data of the charts that the study has.
 
     Raises:
         ValueError: No trial has a value yet.
     """
-    scored = [row for row in view.rows if row.values or row.last is not None]
-    if not scored:
+    if not any(row.values or row.last is not None for row in view.rows):
         raise ValueError(f"the study {view.name} has no trial with a value yet")
-    charts = _charts(view)
-    parts = [("summary", "Summary")]
-    names = [("history", "History"), ("parallel", "Parameters"), ("curves", "Learning curves")]
-    names += [("pareto", "Pareto front"), ("lineage", "Lineage")]
-    parts += [one for one in names if one[0] in charts]
-    parts.append(("trials", "Trials"))
-    rows = shown_rows(view, MAX_ROWS)
-    shown = {row.number for row in rows}
-    failed = [row for row in view.rows if row.state == FAILED and row.number not in shown]
-    rows += failed[: MAX_ROWS - len(rows)] if len(rows) < MAX_ROWS else []
-    context = {
-        "title": f"Paceline: study {view.name}",
-        "heading": f"Study {view.name}",
-        "parts": parts,
-        "command": view.command,
-        "lead": _lead(view),
-        "told": [counts_line(view), *_others(view)],
-        "failures": failure_lines(view),
-        "best_command": view.best_command,
-        "found": charts,
-        "lineage": lineage_lines(view),
-        "notes": view.notes,
-        "importance_note": view.importance_note,
-        "curves_shown": min(len(_curves(view)), MAX_CURVES),
-        "lines_shown": len(charts["parallel"]["lines"]) if "parallel" in charts else 0,
-        "metrics": view.metrics,
-        "parameters": view.parameters,
-        "rows": [(row, _cells(row, view)) for row in rows],
-        "rows_left": len(view.rows) - len(rows),
-        "has_generations": any(row.generation is not None for row in view.rows),
-        "has_rungs": any(row.rung for row in view.rows),
-    }
-    return page("studies/tuning.html", {"states": [], "tuning": charts}, context)
-
-
-def _lead(view: TuningView) -> str:
-    goals = " and ".join(
-        f"{one} {name}" for name, one in zip(view.metrics, view.goals, strict=True)
-    )
-    if len(view.metrics) > 1:
-        return f"{goals}: {len(view.best)} trials are on the Pareto front ({view.search})."
-    if not view.best:
-        return f"{goals}: no trial is complete yet ({view.search})."
-    row = view.row(view.best[0])
-    parameters = ", ".join(f"{k} = {parameter_text(v)}" for k, v in row.parameters.items())
-    value = value_text(row.values[0])
-    return f"Best {view.metrics[0]}: {value}, trial {row.number} with {parameters} ({view.search})."
-
-
-def _others(view: TuningView) -> list[str]:
-    return [gain_sentence(view)] if view.gain is not None else []
-
-
-def _cells(row: TrialRow, view: TuningView) -> dict[str, Any]:
-    values = [value_text(value) for value in row.values]
-    values = values or [value_text(row.last), *["-"] * (len(view.metrics) - 1)]
-    return {
-        "values": values,
-        "parameters": [parameter_text(row.parameters.get(name)) for name in view.parameters],
-        "note": row.failure or ("" if row.state == COMPLETE else row.state),
-        "best": row.number in view.best,
-    }
-
-
-def _charts(view: TuningView) -> dict[str, Any]:
-    """Return the data of the charts that the study has."""
     found: dict[str, Any] = {}
     complete = [row for row in view.rows if row.state == COMPLETE and _finite(row.values)]
     if len(view.metrics) == 1 and complete:

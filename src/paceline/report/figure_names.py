@@ -1,0 +1,44 @@
+"""Names of figures in tables, with the keys of their definitions."""
+
+from .document import Part
+
+NAMES = {
+    "samples_per_s": "samples/s",
+    "step_ms": "step (ms)",
+    "useful": "useful (the product)",
+    "parallel": "parallel efficiency",
+    "load_balance": "  load balance",
+    "communication": "  communication efficiency",
+    "serialisation": "    serialisation",
+    "transfer": "    transfer",
+    "checkpoint": "no checkpoint",
+    "validation": "no validation",
+    "input": "no wait for input",
+    "starved": "no wait for a core",
+    "other": "no other work",
+    "bubble": "no pipeline bubble",
+    "computation_scalability": "computation scalability",
+    "global_efficiency": "global efficiency",
+    "speedup": "speed-up",
+    "scaling_efficiency": "scaling efficiency",
+}
+# Definitions whose key differs from that of the figure, or that have the name of a state.
+TERMS = {
+    "samples_per_s": "samples/s",
+    "useful": "useful share",
+    "transfer": "transfer efficiency",
+    "speedup": "speed-up",
+    **{
+        name: f"no {name}"
+        for name in ("checkpoint", "validation", "input", "starved", "other", "bubble")
+    },
+    **{
+        name: name.replace("_", " ")
+        for name in ("scaling_efficiency", "computation_scalability", "global_efficiency")
+    },
+}
+
+
+def named_figure(name: str) -> Part:
+    """Return the name of a figure, indented by its depth in the tree of efficiencies."""
+    return Part(NAMES[name], term=TERMS.get(name, name))

@@ -1,0 +1,376 @@
+"""A scaling study as it is shown in the terminal and on a page."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from ...analyze.records.state_timeline import STATES
+from ...analyze.scaling.derived import Estimate
+from ...analyze.scaling.outcomes.batch_advice import batch_advice
+from ...analyze.scaling.outcomes.targets import SizeTarget, goal_of, targets
+from ...analyze.scaling.study_model import STRONG, ScalingStudy, Setup
+from .. import document as doc
+from ..figure_names import named_figure
+from ..numbers import amount, counted, duration, figure, size
+from ..state_names import STATE_NAMES
+from .findings import Findings
+from .size_rows import FACTORS, SizeRow, size_rows
+from .study_charts import measured_rows
+from .study_sentences import (
+    batch_sentences,
+    failures,
+    fit_sentence,
+    prediction_sentence,
+    target_sentences,
+)
+
+WIDE = 118  # columns of a terminal from which on all POP factors are shown
+LEAST_SHOWN = 1e-5  # of an interval relative to its value
+MAX_PLACES = 8  # nodes of a size that are named
+SAME = {
+    STRONG: "strong scaling: the same global batch",
+    "weak": "weak scaling: the same batch per rank",
+}
+_ALL_FACTORS = (
+    *(("parallel", "PE"), ("load_balance", "LB"), ("communication", "Comm"), ("input", "input")),
+)
+_FEW_FACTORS = (("parallel", "PE"),)
+_LEGEND = {
+    "PE": "parallel efficiency",
+    "LB": "load balance",
+    "Comm": "communication efficiency",
+    "input": "no wait for input",
+    "CS": "computation scalability",
+}
+_TERMS = {"PE": "parallel", "LB": "load_balance", "Comm": "communication", "input": "no input"}
+
+
+def study_document(
+    study: ScalingStudy, findings: Findings, width: int, running: Collection[Setup] = ()
+) -> doc.Document:
+    """Return the tables of all kinds, with what was found.
+
+    Args:
+        width: Columns of the terminal.
+        running: The setups that run now, which are marked.
+    """
+    factors = _ALL_FACTORS if width >= WIDE else _FEW_FACTORS
+    kinds: list[doc.Section] = []
+    leads = []
+    before = 0  # sizes of kinds before, in the JSON
+    for kind in study.request.kinds:
+        rows = size_rows(study, kind)
+        if rows:
+            found = findings.of_kind(kind)
+            blocks = [*_sizes(rows, factors, before, running), *_sentences(study, kind, found)]
+            heading = f"{SAME[kind][0].upper()}{SAME[kind][1:]}"
+            kinds.append(doc.Section(kind, f"{kind.capitalize()} scaling", blocks, heading))
+        if measured := measured_rows(study, kind):
+            leads.append(_lead(kind, measured))
+        before += len(rows)
+    summary: list[doc.Block] = [doc.Line(" ".join(leads), doc.LEAD, doc.PAGE)]
+    summary += [doc.Line(note, doc.DOUBT, doc.PAGE) for note in study.notes]
+    end: list[doc.Block] = []
+    if any(run.figures for run in study.runs):
+        end.append(doc.Line(_legend(factors), doc.MUTED))
+    end += [doc.Line(f"note: {note}", doc.DOUBT, doc.TERMINAL) for note in study.notes]
+    end += [doc.Line(f"Energy: {line}", doc.MUTED, doc.PAGE) for line in _energy_notes(study)]
+    about: list[doc.Text] = [
+        doc.Part(" ".join([study.request.script, *study.request.args]), doc.CODE)
+    ]
+    if study.batch is not None and study.batch.text:
+        about.append(f"batch: {study.batch.text}")
+    return doc.Document(
+        "Paceline: scaling study",
+        f"Scaling of {study.name}",
+        [
+            doc.Section("summary", "Summary", summary),
+            *kinds,
+            doc.Section("legend", "", end),
+            *_charts(study, leads),
+            doc.Section(
+                "factors", "Efficiencies", [_factor_table(study)], "POP efficiencies", doc.PAGE
+            ),
+            doc.Section("fits", "Fits", list(_fits(findings)), "Fitted models", doc.PAGE),
+            doc.Section("runs", "Runs", [_runs(study)], "Runs and placement", doc.PAGE),
+        ],
+        about,
+    )
+
+
+def _lead(kind: str, rows: Sequence[SizeRow]) -> str:
+    """Return the result of a kind in one sentence."""
+    first, last = rows[0], rows[-1]
+    if last is first or last.speedup is None or last.efficiency is None:
+        only = counted(first.point.ranks, "rank")
+        return f"{kind.capitalize()} scaling: only {only} could be measured."
+    return (
+        f"{kind.capitalize()} scaling: {counted(last.point.ranks, 'rank')} train "
+        f"{last.speedup.value:.2f} times as many samples/s as "
+        f"{counted(first.point.ranks, 'rank')}, an efficiency of {last.efficiency.value:.2f}."
+    )
+
+
+def _legend(factors: Sequence[tuple[str, str]]) -> str:
+    names = [name for _, name in factors] + ["CS"]
+    parts = ", ".join(f"{name}: {_LEGEND[name]}" for name in names)
+    return f"±: half of the 90 % interval. {parts}"
+
+
+def _sizes(
+    rows: Sequence[SizeRow],
+    factors: Sequence[tuple[str, str]],
+    before: int,
+    running: Collection[Setup],
+) -> Iterator[doc.Block]:
+    """Yield the table of a kind, and why sizes have no figures."""
+    has_energy = any(row.energy for row in rows)
+    has_device = any(row.device_bytes for row in rows)
+    columns = [
+        doc.Column("ranks", term="rank"),
+        doc.Column("nodes", term="node"),
+        doc.Column("batch"),
+        doc.Column("step", term="step time"),
+        doc.Column("samples/s", term="samples/s"),
+        doc.Column("speed-up", term="speed-up"),
+        doc.Column("eff.", term="scaling efficiency"),
+        *(doc.Column(name, term=_TERMS[name]) for _, name in factors),
+        doc.Column("CS", term="computation scalability"),
+        doc.Column("memory"),
+        *[doc.Column("device")] * has_device,
+        *[doc.Column("J/sample", term="energy")] * has_energy,
+    ]
+    cells = []
+    for number, row in enumerate(rows, before):
+        point, at = row.point, f"sizes.{number}"
+        mark = "▸" if point.setup in running else ""
+        head: list[doc.Text] = [
+            [mark, doc.Part(str(point.ranks), figure=f"{at}.ranks")],
+            doc.Part(str(point.hosts), figure=f"{at}.nodes"),
+            doc.Part(f"{point.setup.global_batch:,}", figure=f"{at}.global_batch"),
+        ]
+        if row.throughput is None:
+            rest: list[doc.Text] = [doc.Part("failed", doc.FAILED) if point.failure else "-"]
+            cells.append(doc.Row([*head, *rest, *[""] * (len(columns) - 4)]))
+            continue
+        rest = [
+            _interval(row.step, duration, f"{at}.step_s"),
+            _range(row.throughput, amount, f"{at}.samples_per_s"),
+            _range(row.speedup, "{:.2f}".format, f"{at}.speedup"),
+            _graded_range(row.efficiency, f"{at}.scaling_efficiency"),
+            *(doc.graded(row.pop.get(name), f"{at}.pop.{name}") for name, _ in factors),
+            doc.graded(row.computation, f"{at}.computation_scalability"),
+            size(row.memory_bytes) if row.memory_bytes else "-",
+        ]
+        if has_device:
+            rest.append(size(row.device_bytes) if row.device_bytes else "-")
+        if has_energy:
+            rest.append(_energy(row))
+        cells.append(doc.Row([*head, *rest]))
+    yield doc.Table(columns, cells, is_dense=len(factors) == 1)
+    for line in failures(rows):
+        yield doc.Line(line, doc.FAILED)
+
+
+def _energy(row: SizeRow) -> str:
+    if row.energy is None:
+        return "-"
+    return f"{'~' if row.energy.is_estimate else ''}{figure(row.energy.joules)}"
+
+
+def _interval(found: Estimate | None, show: Callable[[float], str], path: str) -> doc.Text:
+    """Return a value with half of its interval in percent, and on a page with its ends."""
+    if found is None:
+        return "-"
+    half = found.precision
+    shown = f" ±{100 * half:.2g} %" if LEAST_SHOWN < half < math.inf else ""
+    return [*_range(found, show, path), doc.Part(shown, where=doc.TERMINAL)]
+
+
+def _range(found: Estimate | None, show: Callable[[float], str], path: str) -> list[doc.Part]:
+    """Return a value, and on a page the ends of its interval."""
+    if found is None:
+        return [doc.Part("-")]
+    value = doc.Part(show(found.value), figure=f"{path}.value")
+    if not (found.low and math.isfinite(found.high) and found.precision > LEAST_SHOWN):
+        return [value]
+    ends = f" {show(found.low)} to {show(found.high)}"
+    return [value, doc.Part(ends, "range", where=doc.PAGE)]
+
+
+def _graded_range(found: Estimate | None, path: str) -> doc.Text:
+    if found is None:
+        return "-"
+    return [doc.graded(found.value, f"{path}.value"), *_range(found, "{:.2f}".format, path)[1:]]
+
+
+def _sentences(study: ScalingStudy, kind: str, findings: Findings) -> Iterator[doc.Block]:
+    lines = [one.text for one in findings.knees]
+    lines += [f"{reason.text} {reason.remedy}".strip() for reason in findings.reasons]
+    lines += [fit_sentence(one) for one in findings.fits]
+    lines += [prediction_sentence(one) for one in findings.predictions]
+    yield doc.Bullets(lines)
+    goal, found = goal_of(study), targets(study, kind)
+    if goal is not None and found:
+        yield doc.Line("", where=doc.TERMINAL)
+        yield doc.Heading(f"until {goal}")
+        yield _targets(study, found)
+        yield doc.Bullets(target_sentences(found, goal))
+    yield doc.Bullets(batch_sentences(batch_advice(study, kind)))
+
+
+def _targets(study: ScalingStudy, found: Sequence[SizeTarget]) -> doc.Table:
+    sizes = [row.point.setup for kind in study.request.kinds for row in size_rows(study, kind)]
+    columns = [
+        doc.Column("ranks", term="rank"),
+        doc.Column("reached"),
+        doc.Column("samples"),
+        doc.Column("statistical eff.", term="statistical efficiency"),
+        doc.Column("time"),
+        doc.Column("node-hours"),
+        doc.Column("best"),
+    ]
+    rows = []
+    for one in found:
+        at = f"sizes.{sizes.index(one.point.setup)}.target"
+        cells: list[doc.Text] = [
+            str(one.point.ranks),
+            f"{one.reached} of {one.seeds}",
+            _interval(one.samples, amount, f"{at}.samples"),
+            _range(one.statistical_efficiency, "{:.2f}".format, f"{at}.statistical_efficiency"),
+            _interval(one.seconds, duration, f"{at}.seconds"),
+            _range(one.node_hours, figure, f"{at}.node_hours"),
+            f"{one.best:.4g}" if one.best is not None else "-",
+        ]
+        rows.append(doc.Row(cells))
+    return doc.Table(columns, rows)
+
+
+def _charts(study: ScalingStudy, leads: Sequence[str]) -> list[doc.Section]:
+    """Return the sections with the charts of the page."""
+    lead, goal = " ".join(leads), goal_of(study)
+    speedup = (
+        "Bars: 90 % confidence intervals. Dashed: the ideal speed-up. Dotted: fitted models, with "
+        "their bands."
+    )
+    efficiency = (
+        "Speed-up over the ratio of the numbers of ranks. An efficiency of 0.8 or above is good."
+    )
+    curves = doc.Charts(
+        [
+            doc.Chart("studySpeedup", speedup, lead),
+            doc.Chart("studyEfficiency", efficiency, lead),
+        ]
+    )
+    losses = loss_charts(
+        [kind for kind in study.request.kinds if measured_rows(study, kind)],
+        " Strong scaling is ideal if bars halve with twice the ranks, weak scaling if they stay "
+        "equal.",
+    )
+    time = "Samples to the target over samples/s; without start-up." if goal else ""
+    hours = "Nodes times hours. Nodes are counted whole."
+    costs = doc.Charts(
+        [
+            doc.Chart("studyTime", time or "Without start-up.", "Time by number of ranks"),
+            doc.Chart("studyCost", hours, "Node-hours by number of ranks"),
+        ]
+    )
+    of_what = "to the target" if goal else "for a million samples"
+    return [
+        doc.Section("curves", "Curves", [curves], "Speed-up and efficiency", doc.PAGE),
+        doc.Section("losses", "Losses", losses, "Time per step, by state", doc.PAGE),
+        doc.Section("costs", "Costs", [costs], f"Time and node-hours {of_what}", doc.PAGE),
+    ]
+
+
+def loss_charts(kinds: Sequence[str], more: str = "") -> list[doc.Block]:
+    """Return the charts of the states of a step, by kind of scaling. more: for the caption."""
+    caption = f"Mean of all ranks. The parts of a bar add up to the step time.{more}"
+    charts = [
+        doc.Chart(
+            f"losses-{kind}",
+            caption,
+            f"Time per step by state, {kind} scaling",
+            f"{kind.capitalize()} scaling",
+        )
+        for kind in kinds
+    ]
+    return [doc.Legend([(name, STATE_NAMES[name]) for name in STATES]), doc.Charts(charts)]
+
+
+def _factor_table(study: ScalingStudy) -> doc.Table:
+    """Return all POP efficiencies of all sizes."""
+    rows = [row for kind in study.request.kinds for row in size_rows(study, kind)]
+    values: dict[str, list[float | None]] = {
+        "global_efficiency": [row.global_efficiency for row in rows],
+        "computation_scalability": [row.computation for row in rows],
+        **{f"pop.{name}": [row.pop[name] for row in rows] for name in FACTORS},
+    }
+    found = []
+    for path, of_sizes in values.items():
+        cells = [doc.graded(one, f"sizes.{at}.{path}", 3) for at, one in enumerate(of_sizes)]
+        found.append(doc.Row([named_figure(path.removeprefix("pop.")), *cells]))
+    headings = [f"{row.point.kind}, {counted(row.point.ranks, 'rank')}" for row in rows]
+    return doc.Table([doc.Column("figure", right=False), *map(doc.Column, headings)], found)
+
+
+def _fits(findings: Findings) -> Iterator[doc.Block]:
+    """Yield the parameters of the fitted models."""
+    if not findings.fits:
+        yield doc.Line("A fit needs at least two measured sizes.")
+        return
+    rows = [
+        doc.Row(
+            [
+                fit.kind,
+                fit.model,
+                doc.Part(one.name, figure=f"fits.{at}.parameters.{number}.name"),
+                f"{one.value:.4g}",
+                f"{one.low:.3g} to {one.high:.3g}",
+                one.unit,
+                one.meaning,
+            ]
+        )
+        for at, fit in enumerate(findings.fits)
+        for number, one in enumerate(fit.parameters)
+    ]
+    names = ("scaling", "model", "parameter", "value", "95 % interval", "unit", "meaning")
+    numbers = ("value", "95 % interval")
+    yield doc.Table([doc.Column(name, right=name in numbers) for name in names], rows)
+
+
+def _runs(study: ScalingStudy) -> doc.Table:
+    """Return the numbers of runs of all sizes, and their placement."""
+    rows = []
+    points = [row.point for kind in study.request.kinds for row in size_rows(study, kind)]
+    for number, point in enumerate(points):
+        at = f"sizes.{number}"
+        places = [place for run in point.figures[:1] for place in run.placement]
+        named = "; ".join(
+            f"{place.host}: {place.ranks}" + (f", {place.cores}" if place.cores else "")
+            for place in places[:MAX_PLACES]
+        )
+        if more := len(places) - MAX_PLACES:
+            named += f" and {counted(more, 'node')} more" if more > 0 else ""
+        cells: list[doc.Text] = [
+            doc.Part(point.kind, figure=f"{at}.scaling"),
+            str(point.ranks),
+            doc.Part(str(len(point.runs)), figure=f"{at}.runs"),
+            doc.Part(str(point.failed_runs), figure=f"{at}.failed_runs"),
+            named,
+        ]
+        rows.append(doc.Row(cells))
+    columns = [doc.Column("scaling", right=False), *map(doc.Column, ("ranks", "runs", "failed"))]
+    return doc.Table([*columns, doc.Column("node: ranks, cores", right=False)], rows)
+
+
+def _energy_notes(study: ScalingStudy) -> list[str]:
+    """Return how energy was read and charged, or why it could not be read; each text once."""
+    found: dict[str, None] = {}
+    for run in study.runs:
+        if run.figures is not None:
+            for reading in run.figures.energy:
+                kind = "estimate" if reading.is_estimate else "measured"
+                found[f"{reading.source} ({kind}): {reading.how}"] = None
+            for note in run.figures.energy_notes:
+                found[note] = None
+    return list(found)

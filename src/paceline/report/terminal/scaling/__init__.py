@@ -1,1 +1,0 @@
-"""Scaling studies in the terminal: tables, progress, comparison."""

@@ -1,1 +1,0 @@
-"""A study of ``paceline tune`` on the terminal."""

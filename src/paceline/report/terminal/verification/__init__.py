@@ -1,1 +1,0 @@
-"""Terminal text and JSON of ``paceline verify``."""
