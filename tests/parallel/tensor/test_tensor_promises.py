@@ -70,7 +70,7 @@ MISTAKES = """
         ),
         (
             "in place",
-            "Tensor.__setitem__ of a tensor that is divided .* HINT: the rule 'replicate'",
+            "Tensor.__setitem__ is not possible for a tensor that is divided .* HINT: the rule",
         ),
         ("piece", "a result on another rank differs|the result differs from that of the whole"),
         ("size", "code of the model uses a part as if it were whole. HINT: the rule 'replicate'"),

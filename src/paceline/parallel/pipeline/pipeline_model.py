@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...cost.pipeline import chunks_of
+from ..divided.divided_tensor import whole_outputs
 from ..mesh import DATA, STAGE, TENSOR
 from ..placement import empty_as
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import Loss, TrainingStep
-from ..tensor.split_tensor import whole_outputs
 from .atoms import tensor_names
 from .execution.deferred_norms import DeferredNorms, is_deferred
 from .execution.gradient_exchange import reduce_gradients

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 from .exchange import Fetch
 from .halves import Geometry
 from .partition import window, windows_of
-from .split_tensor import SplitTensor, handles, refused
+from .split_tensor import SplitTensor, refused, rule_for
 from .windows import (
     CHANGED_IN_PLACE,
     Windowed,
@@ -26,7 +26,7 @@ from .windows import (
 MIN_OVERLAPPED = 1 << 26  # multiplications of a rank, from which halos travel while it computes
 
 
-@handles(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)
+@rule_for(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)
 def convolution(
     func: Any,
     values: Any,
@@ -197,7 +197,7 @@ def _inner_outputs(
     return (low, high) if weight.numel() * (high - low) * others >= MIN_OVERLAPPED else None
 
 
-@handles(
+@rule_for(
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
 )

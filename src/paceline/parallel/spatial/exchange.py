@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ...comm.group_device import exchangeable
+from ..divided.module_names import layer
 from .halo_totals import halo_totals
-from .layer_names import layer
 from .partition import Partition, Rows, Window
 
 Segments = tuple[Rows, ...]
@@ -318,6 +318,8 @@ class Transfer:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a type that every backend sends."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
@@ -329,6 +331,56 @@ def _empty(like: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     shape = list(like.shape)
     shape[dim] = rows
     return like.new_empty(shape)
+
+
+Division = tuple[int, Partition]  # a dim, and its partition
+
+
+def redivide(local: torch.Tensor, have: Division, want: Division, line: Line) -> torch.Tensor:
+    """Return this rank's part of a tensor that is divided along another dim. Collective.
+
+    Each rank sends each other one a block, so that a rank receives about as much as it holds.
+
+    Args:
+        local: The part.
+        have, want: How the tensor is divided, and how it will be.
+    """
+    moved: torch.Tensor = _Redivide.apply(local, have, want, line, layer())  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Redivide(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, have: Division, want: Division, line: Line, name: str
+    ) -> torch.Tensor:
+        ctx.given = (want, have, line, name)
+        return _redivided(local, have, want, line, name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _redivided(gradient, *ctx.given), None, None, None, None
+
+
+def _redivided(
+    local: torch.Tensor, have: Division, want: Division, line: Line, name: str
+) -> torch.Tensor:
+    blocks, incoming = {}, {}
+    (old, rows), (new, wanted) = have, want
+    own = _count([wanted.part(line.place)])
+    for peer in range(rows.ranks):
+        a, b = wanted.part(peer)
+        blocks[peer] = local.narrow(new, a, b - a)
+        if peer != line.place:
+            shape = list(local.shape)
+            shape[old], shape[new] = _count([rows.part(peer)]), own
+            incoming[peer] = local.new_empty(shape)
+    kept = blocks.pop(line.place)
+    outgoing = {peer: one.contiguous() for peer, one in blocks.items() if one.numel()}
+    came = {peer: one for peer, one in incoming.items() if one.numel()}
+    received = {line.place: kept} | incoming | Transfer(outgoing, came, line, name).wait()
+    return torch.cat([received[peer] for peer in range(rows.ranks)], old)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Losses over positions, and dropout."""
+"""Losses over positions, dropout, and prelu."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...optim.norms import wide
+from ..divided.divided_tensor import divided_tensors
+from ..divided.elementwise import pointwise
 from .exchange import sum_over
-from .pointwise import aligned, merged_parts, pointwise
-from .split_tensor import SplitTensor, first_split, handles, part_of, refused
+from .split_tensor import SplitTensor, merged_parts, part_of, refused, rows_at, rule_for
 
 _ELEMENTWISE = [
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
@@ -18,7 +19,7 @@ _ELEMENTWISE = [
 ]
 
 
-@handles(*_ELEMENTWISE, anywhere=True)
+@rule_for(*_ELEMENTWISE, anywhere=True)
 def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
     """Loss of each position by itself, then sum or mean over all of them."""
     bound = _bound(func, args, options)
@@ -27,11 +28,10 @@ def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
     if bound.get("weight") is not None and not func.__name__.startswith("binary_cross"):
         raise refused(f"{func.__name__} with weights over a tensor", "reduction='none', then weigh")
     tensors = [one for one in bound.values() if isinstance(one, torch.Tensor)]
-    first = first_split(tensors)
-    assert first is not None
+    first = next(divided_tensors(tensors))
     shape = torch.broadcast_shapes(*(one.shape for one in tensors))
     parts = merged_parts(tensors, shape)
-    given = {key: aligned(one, shape, parts, first) for key, one in bound.items()}
+    given = {key: first.aligned(one, shape, parts) for key, one in bound.items()}
     each = func(**given, reduction="none")
     if reduction == "none":
         return first.like(each, parts)
@@ -56,7 +56,7 @@ def _check_reduction(bound: dict[str, Any], reduction: str) -> None:
         raise ValueError(f"{reduction} is not a valid value for reduction. HINT: 'mean'")
 
 
-@handles(F.cross_entropy, F.nll_loss, anywhere=True)
+@rule_for(F.cross_entropy, F.nll_loss, anywhere=True)
 def class_loss(func: Any, *args: Any, **options: Any) -> Any:
     """Cross entropy of each position; its mean is weighted over all positions."""
     bound = _bound(func, args, options)
@@ -76,7 +76,7 @@ def class_loss(func: Any, *args: Any, **options: Any) -> Any:
             f"{tuple(values.shape)} need {tuple(expected)}. HINT: indices of classes for each "
             "position"
         )
-    known = aligned(target, target.shape, where, values)
+    known = rows_at(target, where, values.groups)
     each = func(values.local, known, reduction="none", **bound)
     parts = {dim - 1: one for dim, one in values.parts.items()}
     if reduction == "none":
@@ -105,7 +105,18 @@ def own_random_numbers(values: SplitTensor) -> Iterator[None]:
         yield
 
 
-@handles(
+@rule_for(
+    F.prelu,
+    torch.prelu,
+)
+def prelu(func: Any, values: SplitTensor, weight: Any) -> Any:
+    """Compute each position; the weights are of channels."""
+    if isinstance(weight, SplitTensor) or 1 in values.parts:
+        raise refused("prelu needs whole channels of a tensor", ".whole() first")
+    return values.like(func(values.local, weight))
+
+
+@rule_for(
     *(F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, torch.alpha_dropout),
     *(torch.rand_like, torch.randn_like, torch.bernoulli, torch.Tensor.bernoulli_),
     *(torch.Tensor.normal_, torch.Tensor.uniform_, F.rrelu, torch.rrelu),
@@ -126,7 +137,7 @@ def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     return values if result is values.local else values.like(result)
 
 
-@handles(
+@rule_for(
     *(F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout),
     *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout),
 )

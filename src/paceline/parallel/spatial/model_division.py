@@ -16,9 +16,11 @@ from ..comparison.model_comparison import (
     compare_model,
     tensors_in,
     unchanged,
-)  # fmt: skip
+)
+from ..divided.divided_tensor import each_tensor, whole_outputs
 from .exchange import summed
-from .samples import FROM_END, each_tensor, split_inputs, whole
+from .partition import FROM_END
+from .samples import split_inputs
 from .split_tensor import SpatialGroups
 
 SIDES = {1: 4096, 2: 128, 3: 32}  # of a corner, by the number of dims of positions
@@ -53,7 +55,7 @@ class SpatialDivision(Division):
         self.groups.is_compared = True
         try:
             parts = split_inputs((self.args, self.options), self.groups)
-            return whole(self.model.forward(*parts[0], **parts[1]))
+            return whole_outputs(self.model.forward(*parts[0], **parts[1]))
         finally:
             self.groups.is_compared = False
 
@@ -86,7 +88,7 @@ def compare_parts(model: nn.Module, groups: SpatialGroups, args: Any, options: A
                 f"parts of samples ({kind}): the model is not compared with the whole one, as it "
                 "does not accept smaller samples"
             )
-        small = whole(inputs)
+        small = whole_outputs(inputs)
     found = compare_model(model, SpatialDivision(model, groups, *small), takes_gradients=True)
     if found.difference is None:
         return f"parts of samples ({kind}): the model is not compared: {found.reason}"
@@ -110,7 +112,7 @@ def _corners(inputs: Any, groups: SpatialGroups) -> Any:
             for dim in range(2, dims):
                 rows = max(SIDES[dims - 2], MIN_ROWS * ranks.get(dims - dim, 1))
                 index[dim] = slice(min(rows, tensor.size(dim)))
-        found: torch.Tensor = whole(tensor[tuple(index)])
+        found: torch.Tensor = whole_outputs(tensor[tuple(index)])
         return found
 
     return each_tensor(inputs, corner)

@@ -8,53 +8,62 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...optim.norms import GlobalStatistics, channel_sums, wide
+from ..divided.divided_tensor import NO_RULE, named_functions
+from ..divided.elementwise import pointwise
+from ..divided.views import untouched
 from .exchange import GroupExchange, sum_over, summed
-from .pointwise import (
-    along,
-    along_dim,
-    functions,
-    keepdim_of,
-    normal_dims,
-    parts_after_reduction,
-    pointwise,
-)
-from .split_tensor import SplitTensor, handles, refused
+from .partition import Partition
+from .products import contract
+from .split_tensor import SplitTensor, refused, rule_for
 
 
-@handles(torch.sum, torch.Tensor.sum, torch.mean, torch.Tensor.mean)
-def total_or_mean(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+@rule_for(*named_functions("sum", "mean"))
+def total_or_mean(
+    func: Any,
+    values: SplitTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Sum or mean over any dims."""
-    dim = along_dim(func, args, options)
-    dims = tuple(range(values.dim())) if dim in (None, (), []) else normal_dims(dim, values.dim())
+    dims = _reduced_dims(dim, values)
     if not any(one in values.parts for one in dims):
-        return along(func, values, *args, **options)
-    keepdim = keepdim_of(func, args, options)
-    dtype = options.get("dtype")
+        return untouched(func, values, dims, keepdim, dtype=dtype)
     if func.__name__ == "mean" and not (values.is_floating_point() or dtype is not None):
         func(torch.empty(0, dtype=values.dtype))  # PyTorch's own error
     local = (values.local if dtype else wide(values.local)).sum(dims, keepdim=keepdim, dtype=dtype)
-    parts = parts_after_reduction(values, dims, keepdim)
     found = sum_over(local, values.groups.over(values.parts, dims))
     if func.__name__ == "mean":
         found = found / prod(values.size(one) for one in dims)
     if values.is_floating_point() and not dtype:
         found = found.to(values.dtype)
-    return values.like(found, parts)
+    return values.like(found, _parts_after(values, dims, keepdim))
 
 
-@handles(torch.var, torch.Tensor.var, torch.std, torch.Tensor.std)
+def _reduced_dims(dim: Any, values: SplitTensor) -> tuple[int, ...]:
+    if dim in (None, (), []):
+        return tuple(range(values.dim()))
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(one % values.dim() for one in given)
+
+
+def _parts_after(values: SplitTensor, dims: tuple[int, ...], keepdim: bool) -> dict[int, Partition]:
+    """Return the partitions of what is left after a reduction."""
+    left = {dim: one for dim, one in values.parts.items() if dim not in dims}
+    return {dim - (0 if keepdim else sum(one < dim for one in dims)): p for dim, p in left.items()}
+
+
+@rule_for(*named_functions("var", "std"))
 def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Variance or standard deviation over any dims, from the deviations of the whole mean."""
+    found = untouched(func, values, *args, **options)
+    if found is not NO_RULE:
+        return found
     given = list(args)
     unbiased = given.pop(0) if given and isinstance(given[0], bool) else None
     named = dict(zip(("dim", "unbiased", "keepdim"), given, strict=False)) | options
-    dim = named.get("dim", named.get("axis"))
-    unbiased = named.get("unbiased", unbiased)
-    keepdim = bool(named.get("keepdim", named.get("keepdims", False)))
-    dims = tuple(range(values.dim())) if dim in (None, (), []) else normal_dims(dim, values.dim())
-    parts = parts_after_reduction(values, dims, keepdim)
-    if not any(one in values.parts for one in dims):
-        return values.like(func(values.local, *args, **options), parts)
+    unbiased, keepdim = named.get("unbiased", unbiased), bool(named.get("keepdim", False))
+    dims = _reduced_dims(named.get("dim"), values)
     correction = named.get("correction")
     if correction is None:
         correction = int(True if unbiased is None else unbiased)
@@ -62,23 +71,21 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     group = values.groups.over(values.parts, dims)
     mean = sum_over(values.local.sum(dims, keepdim=True), group) / count
     squares = (values.local - mean).square().sum(dims, keepdim=keepdim)
-    found = sum_over(squares, group) / max(count - correction, 0)
+    spread = sum_over(squares, group) / max(count - correction, 0)
     if func.__name__ == "std":
-        found = found.sqrt()
-    return values.like(found, parts)
+        spread = spread.sqrt()
+    return values.like(spread, _parts_after(values, dims, keepdim))
 
 
-@handles(*functions("amax amin max min any all", torch, torch.Tensor))
+@rule_for(*named_functions("amax", "amin", "max", "min", "any", "all"))
 def extreme(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Largest or smallest value, or whether any or all are true, over all positions: gathered."""
-    if args and isinstance(args[0], torch.Tensor):  # torch.max(a, b)
+    if any(isinstance(one, torch.Tensor) for one in (*args, *options.values())):  # max(a, b)
         return pointwise(func, values, *args, **options)
-    if args or options:
-        return along(func, values, *args, **options)
-    return func(values.whole())
+    return untouched(func, values, *args, **options) if args or options else func(values.whole())
 
 
-@handles(F.batch_norm, torch.batch_norm)
+@rule_for(F.batch_norm, torch.batch_norm)
 def batch_norm(
     func: Any,
     values: SplitTensor,
@@ -113,7 +120,7 @@ def batch_norm(
     return values.like(result)
 
 
-@handles(F.group_norm, torch.group_norm)
+@rule_for(F.group_norm, torch.group_norm)
 def group_norm(
     func: Any,
     values: SplitTensor,
@@ -217,7 +224,7 @@ def _of_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return vector.view(-1, *[1] * (values.dim() - 2))
 
 
-@handles(F.instance_norm, torch.instance_norm)
+@rule_for(F.instance_norm, torch.instance_norm)
 def instance_norm(
     func: Any,
     values: SplitTensor,
@@ -242,15 +249,24 @@ def instance_norm(
     return values.like(_normalized(values, values.size(1), weight, bias, eps))
 
 
-@handles(F.layer_norm, torch.layer_norm, F.linear, torch._C._nn.linear)
-def over_last_dims(func: Any, values: SplitTensor, given: Any, *args: Any, **options: Any) -> Any:
-    """Layer normalization and linear layers over last dims that are not divided."""
-    if not isinstance(values, SplitTensor) or isinstance(given, SplitTensor):
-        raise refused("a linear layer with weights from a tensor", ".whole() first")
-    is_norm = not isinstance(given, torch.Tensor)
-    width = 1 if not is_norm or isinstance(given, int) else len(given)
+@rule_for(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    func: Any, values: SplitTensor, normalized_shape: Any, *args: Any, **options: Any
+) -> Any:
+    """Layer normalization over last dims that are not divided."""
+    width = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     if any(dim >= values.dim() - width for dim in values.parts):
-        if not is_norm:
-            return func(values.whole(), given, *args, **options)
         raise refused("layer normalization over positions of a tensor", ".whole() first")
-    return values.like(func(values.local, given, *args, **options))
+    return values.like(func(values.local, normalized_shape, *args, **options))
+
+
+@rule_for(F.linear, anywhere=True)
+def linear(func: Any, values: Any, weight: Any, bias: Any = None) -> Any:
+    """Linear layer over the last dim."""
+    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
+        raise refused("a linear layer with weights from a tensor", ".whole() first")
+    if values.dim() - 1 not in values.parts:
+        return values.like(func(values.local, weight, bias))
+    batch = [("batch", dim) for dim in range(values.dim() - 1)]
+    found = contract(F.linear, (values, weight), [(*batch, "in"), ("out", "in")], (*batch, "out"))
+    return found if bias is None else found + bias

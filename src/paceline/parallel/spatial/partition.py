@@ -13,8 +13,10 @@ A *row* is an index along one divided dim: a row of pixels for the height, a col
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 Rows = tuple[int, int]  # first row, and the one after the last
+FROM_END = {"depth": 3, "height": 2, "width": 1}  # place of the dim, of positions
 
 
 @dataclass(frozen=True)
@@ -135,3 +137,25 @@ def windows_of(
     if end <= first:
         return 0, 0
     return first * stride - padding, (end - 1) * stride - padding + dilation * (kernel - 1) + 1
+
+
+def reshaped_parts(
+    old: Sequence[int], new: Sequence[int], dim: int, partition: Partition
+) -> tuple[int, Partition] | None:
+    """Return the dim of a new shape that a divided dim becomes, with its partition.
+
+    None if the rows of a rank are not a range of one dim of the new shape, or lie in samples
+    (dim 0) or features [samples, features].
+    """
+    before, after = prod(old[:dim]), prod(old[dim + 1 :])
+    same: list[tuple[int, Partition]] = []
+    for place, extent in enumerate(new):
+        inner = prod(new[place + 1 :])
+        if prod(new[:place]) != before or not inner:
+            continue
+        if extent == partition.rows:
+            return place, partition
+        if place and len(new) > 2 and not any(one * after % inner for one in partition.bounds):
+            bounds = tuple(one * after // inner for one in partition.bounds)
+            same.append((place, Partition(partition.axis, bounds)))
+    return max(same, key=lambda one: new[one[0]], default=None)

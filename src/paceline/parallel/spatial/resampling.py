@@ -9,14 +9,14 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from .exchange import sum_over
 from .partition import Partition
-from .split_tensor import SplitTensor, handles, refused
+from .split_tensor import SplitTensor, refused, rule_for
 from .windows import check_positions, empty_result, gather_rows, local_shape, whole_shape
 
 _LINEAR = ("linear", "bilinear", "trilinear")
 _CUBIC_A = -0.75
 
 
-@handles(F.interpolate)
+@rule_for(F.interpolate)
 def interpolate(
     func: Any,
     values: SplitTensor,
@@ -179,7 +179,7 @@ _ADAPTIVE = {
 }
 
 
-@handles(*_ADAPTIVE)
+@rule_for(*_ADAPTIVE)
 def adaptive_average(func: Any, values: SplitTensor, output_size: Any) -> Any:
     """Mean of each bin; the bins of divided dims are on all ranks afterwards."""
     count = _ADAPTIVE[func]
@@ -220,7 +220,7 @@ def _bin_weights(bins: int, rows: int, first: int, end: int) -> torch.Tensor:
     return weights
 
 
-@handles(
+@rule_for(
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
     torch.adaptive_max_pool1d,
 )

@@ -5,7 +5,7 @@ A tensor of samples has the dims (samples, channels, [[depth,] height,] width).
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 from ...cost.layout import AXIS_WORDS
 from ...plurals import counted, named_ranks
 from ..comparison.model_comparison import tensors_in
+from ..divided.divided_tensor import each_tensor
 from ..mesh import Mesh
 from .exchange import Line
-from .partition import Partition
+from .partition import FROM_END, Partition
 from .split_tensor import SpatialGroups, SplitTensor, split
 
 AXES = ("d", "h", "w")
-FROM_END = {"depth": 3, "height": 2, "width": 1}  # place of the dim
 MAX_COMPARED = 1 << 20  # elements of an input, by which ranks see that they have the same one
 
 
@@ -149,21 +149,6 @@ def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups)
             f"tensor {tuple(tensor.shape)}. HINT: array[world.slices(array.shape)]"
         )
     return SplitTensor(tensor, parts, groups)
-
-
-def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: each_tensor(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(each_tensor(item, change) for item in value)
-    return value
-
-
-def whole(value: Any) -> Any:
-    """Return a nest of tensors whole on all ranks of a sample. Collective."""
-    return each_tensor(value, lambda one: one.whole() if isinstance(one, SplitTensor) else one)
 
 
 def check_same(value: Any, groups: SpatialGroups) -> None:

@@ -1,45 +1,55 @@
 """Functions that change a tensor's shape: dims that are divided stay, or the tensor is gathered."""
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...cost.layout_memory import size_text
+from ..divided import views
+from ..divided.divided_tensor import NO_RULE, divided_tensors, named_functions
+from ..divided.module_names import layer
 from .exchange import fetch, rows_of
-from .layer_names import layer
 from .partition import Partition
-from .pointwise import aligned, functions, merged_parts
-from .split_tensor import SplitTensor, first_split, handles, refused
+from .split_tensor import SplitTensor, refused, rule_for
 from .windows import whole_shape
 
 T = torch.Tensor
+MIN_SAID_BYTES = 64 << 20  # of a gathered view
 
 
-@handles(
-    *functions("reshape flatten unflatten squeeze unsqueeze", torch, T),
-    *(T.view, T.view_as, T.reshape_as),
+@rule_for(
+    *named_functions("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as"),
 )
 def reshaped(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Give each divided dim its place in the new shape; gather where it is merged with others."""
-    if func is T.view and args and isinstance(args[0], torch.dtype):
+    found = views.reshaped(func, values, *args, **options)
+    if found is not NO_RULE:
+        return found
+    if any(isinstance(one, torch.dtype) for one in (*args, *options.values())):
         raise refused("view(dtype) of a tensor", ".whole() first")
-    if isinstance(args[0] if args else None, SplitTensor):
-        args = (tuple(args[0].shape), *args[1:])
-        func = T.reshape
-    shape = whole_shape(func, values, *args, **options)
-    places = _places(values.shape, shape, values.parts)
-    if None in places.values():
-        _say_gather(values, func)
-        return func(values.whole(), *args, **options).as_subclass(GatheredView)
-    parts = {place: values.parts[dim] for dim, place in places.items() if place is not None}
-    wanted = list(shape)
-    for dim, place in places.items():
-        assert place is not None
-        wanted[place] = values.local.size(dim)
-    return values.like(values.local.reshape(wanted), parts)
+    return _gathered_view(func, values, *args, **options)
+
+
+@rule_for(*named_functions("squeeze"))
+def squeezed(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Remove dims of one row; gather where a divided one may be removed."""
+    found = views.untouched(func, values, *args, **options)
+    return _gathered_view(func, values, *args, **options) if found is NO_RULE else found
+
+
+def _gathered_view(func: Any, values: SplitTensor, *args: Any, **options: Any) -> torch.Tensor:
+    bytes_of = values.numel() * values.element_size()
+    if bytes_of > MIN_SAID_BYTES:
+        values.groups.say_once(
+            f"{layer()}: {func.__name__}",
+            f"merges divided dims, so each rank gathers {size_text(bytes_of)}. HINT: pool "
+            "before it",
+        )
+    given = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in args]
+    named = {T.view_as: T.view, T.reshape_as: T.reshape}.get(func, func)
+    whole: torch.Tensor = named(values.whole(), *given, **options)
+    return whole.as_subclass(GatheredView)
 
 
 class GatheredView(torch.Tensor):
@@ -63,160 +73,48 @@ class GatheredView(torch.Tensor):
             return func(*args, **options)
 
 
-def _places(
-    old: Sequence[int], new: Sequence[int], parts: dict[int, Partition]
-) -> dict[int, int | None]:
-    """Return the dim of the new shape that each divided dim becomes; None if it is merged."""
-    found: dict[int, int | None] = {}
-    for dim in parts:
-        before, rows = prod(old[:dim]), old[dim]
-        found[dim] = next(
-            (
-                place
-                for place, extent in enumerate(new)
-                if extent == rows and prod(new[:place]) == before and place not in found.values()
-            ),
-            None,
-        )
-    return found
-
-
-def _say_gather(values: SplitTensor, func: Any) -> None:
-    bytes_of = values.numel() * values.element_size()
-    if bytes_of > 64 << 20:
-        values.groups.say_once(
-            f"{layer()}: {func.__name__}",
-            f"merges divided dims, so each rank gathers {size_text(bytes_of)}. HINT: pool "
-            "before it",
-        )
-
-
-@handles(T.permute, torch.permute, T.transpose, torch.transpose, torch.movedim, T.movedim,
-         T.swapaxes, torch.swapaxes, T.t, torch.t)  # fmt: skip
-def permuted(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
-    """Move dims, and their partitions with them."""
-    numbered = torch.empty(tuple(range(2, values.dim() + 2)), device="meta")
-    moved = func(numbered, *args, **options).shape
-    parts = {moved.index(dim + 2): one for dim, one in values.parts.items()}
-    return values.like(func(values.local, *args, **options), parts)
-
-
-@handles(torch.cat, torch.concat, torch.concatenate, torch.stack, anywhere=True)
-def joined(func: Any, tensors: Sequence[Any], *args: Any, **options: Any) -> Any:
-    """Concatenate or stack along a dim that is not divided."""
-    first = first_split(tensors)
-    assert first is not None
-    dim = options.get("dim", options.get("axis", args[0] if args else 0))
-    is_stack = func is torch.stack
-    dim %= first.dim() + is_stack
-    if not is_stack and any(isinstance(one, SplitTensor) and dim in one.parts for one in tensors):
-        raise refused("cat along a divided dim of a tensor", ".whole() first")
-    shape = list(first.shape)
-    parts = merged_parts(list(tensors), torch.Size(shape))
-    for one in tensors:
-        others = [n for i, n in enumerate(one.shape) if i != dim or is_stack]
-        wanted = [n for i, n in enumerate(shape) if i != dim or is_stack]
-        if others != wanted:
-            whole_shape(lambda _, *meta: func(meta, dim), first, *tensors)  # PyTorch's own error
-    rows = [_rows(one, shape, dim, is_stack, parts, first) for one in tensors]
-    if is_stack:
-        parts = {one + (one >= dim): part for one, part in parts.items()}
-    return first.like(func(rows, dim), parts)
-
-
-def _rows(
-    one: torch.Tensor, shape: list[int], dim: int, is_stack: bool, parts: Any, first: SplitTensor
-) -> Any:
-    own = list(shape)
-    if not is_stack:
-        own[dim] = one.size(dim)
-    return aligned(one, torch.Size(own), parts, first)
-
-
-@handles(T.chunk, torch.chunk, T.split, torch.split, T.unbind, torch.unbind,
-         torch.tensor_split, T.tensor_split)  # fmt: skip
-def cut(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
-    """Cut along a dim that is not divided."""
-    dim = options.get("dim")
-    if dim is None:
-        at = 0 if func in (T.unbind, torch.unbind) else 1
-        dim = args[at] if len(args) > at else 0
-    dim %= values.dim()
-    if dim in values.parts:
-        raise refused(f"{func.__name__} along a divided dim of a tensor", ".whole() first")
-    pieces = func(values.local, *args, **options)
-    is_unbind = func in (T.unbind, torch.unbind)
-    parts = {one - (is_unbind and one > dim): part for one, part in values.parts.items()}
-    return tuple(values.like(one, parts) for one in pieces)
-
-
-@handles(T.narrow, torch.narrow, T.select, torch.select, T.index_select, torch.index_select)
+@rule_for(*named_functions("narrow", "index_select"))
 def picked(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Pick from a dim that is not divided, or a range of one that is."""
     whole_shape(func, values, *args, **options)  # PyTorch's checks
-    names = ("dim", "start", "length") if func in (T.narrow, torch.narrow) else ("dim", "index")
+    names = ("dim", "start", "length") if func.__name__ == "narrow" else ("dim", "index")
     given = dict(zip(names, args, strict=False)) | options
-    dim, args = given.pop("dim") % values.dim(), tuple(given[name] for name in names[1:])
-    options = {}
-    is_select = func in (T.select, torch.select)
-    if dim in values.parts:
-        if func in (T.narrow, torch.narrow):
-            start = args[0] % values.size(dim) if args[0] < 0 else args[0]
-            return _sliced(values, dim, start, start + args[1])
-        raise refused(f"{func.__name__} along a divided dim of a tensor", ".whole() first")
-    parts = {one - (is_select and one > dim): part for one, part in values.parts.items()}
-    return values.like(func(values.local, dim, *args, **options), parts)
+    dim, others = given["dim"] % values.dim(), [given[name] for name in names[1:]]
+    if dim not in values.parts:
+        return values.like(func(values.local, dim, *others))
+    if func.__name__ != "narrow":
+        return NO_RULE
+    start = others[0] % values.size(dim) if others[0] < 0 else others[0]
+    return _sliced(values, dim, start, start + others[1])
 
 
-@handles(T.__getitem__)
+@rule_for(T.__getitem__)
 def item(func: Any, values: SplitTensor, index: Any) -> Any:
     """Index dims that are not divided; slices of those that are, with step 1."""
-    if isinstance(values, SplitTensor) and not _has_split(index):
-        return _indexed(values, index)
-    if isinstance(index, SplitTensor) and index.dtype == torch.bool:
-        raise refused("a mask selects positions of a tensor", "multiply by the mask")
-    raise refused("an index that is a tensor", ".whole() first")
-
-
-def _has_split(index: Any) -> bool:
-    return first_split([index]) is not None
-
-
-def _indexed(values: SplitTensor, index: Any) -> Any:
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(one, (torch.Tensor, list)) for one in items):
-        places = [i for i, one in enumerate(items) if isinstance(one, (torch.Tensor, list))]
-        if places != [0] or 0 in values.parts or getattr(items[0], "ndim", 1) != 1:
-            raise refused("a list of indices of a tensor", ".index_select or .whole()")
-        if getattr(items[0], "dtype", None) == torch.bool:
-            items[0] = items[0].nonzero().flatten()
-    used = sum(one is not None and one is not Ellipsis for one in items)
-    if Ellipsis in [one for one in items if not isinstance(one, torch.Tensor)]:
-        at = next(i for i, one in enumerate(items) if one is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (values.dim() - used)
-    else:
-        items += [slice(None)] * (values.dim() - used)
-    local_items: list[Any] = []
-    dim, parts, current, out = 0, {}, values, 0
-    for one in items:
+    mask = next(divided_tensors(index), None)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            raise refused("a mask selects positions of a tensor", "multiply by the mask")
+        raise refused("an index that is a tensor", ".whole() first")
+    items, dim = views.index_items(values, index), 0
+    for place, one in enumerate(items):
         if one is None:
-            local_items.append(None)
-            out += 1
             continue
-        if dim in values.parts:
+        if isinstance(one, (torch.Tensor, list)):
+            if place or dim in values.parts or getattr(one, "ndim", 1) != 1:
+                raise refused("a list of indices of a tensor", ".index_select or .whole()")
+            values, items[place] = values.like(values.local[one]), slice(None)
+        elif dim in values.parts:
             if not isinstance(one, slice) or one.step not in (None, 1):
                 raise refused(
                     "an index other than a range on a divided dim of a tensor", ".whole() first"
                 )
             start, stop, _ = one.indices(values.size(dim))
             if (start, stop) != (0, values.size(dim)):
-                current = _sliced(current, dim, start, max(start, stop))
-            parts[out] = current.parts[dim]
-            one = slice(None)
-        local_items.append(one)
-        out += not hasattr(one, "__index__") or isinstance(one, torch.Tensor)
+                values = _sliced(values, dim, start, max(start, stop))
+            items[place] = slice(None)
         dim += 1
-    return values.like(current.local[tuple(local_items)], parts)
+    return views.item(func, values, tuple(items))
 
 
 def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor:
@@ -226,30 +124,10 @@ def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor
     new = Partition(old.axis, bounds)
     wanted = rows_of([(a + start, b + start) for a, b in new.parts()])
     local = fetch(values.local, dim, old, wanted, values.groups.lines[old.axis])
-    return SplitTensor(local, values.parts | {dim: new}, values.groups)
+    return SplitTensor(local, values.parts | {dim: new}, values.groups, values.is_free)
 
 
-@handles(T.expand, T.expand_as, T.repeat, torch.tile, T.tile, torch.repeat_interleave)
-def expanded(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
-    """Repeat along dims that are not divided."""
-    if func not in (T.expand, T.expand_as, T.repeat):
-        raise refused(f"{func.__name__} of a tensor", ".repeat, or .whole() first")
-    if isinstance(args[0], torch.Tensor):
-        args, func = (tuple(args[0].shape),), T.expand
-    given = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
-    shift = len(given) - values.dim()
-    parts = {dim + shift: one for dim, one in values.parts.items()}
-    for dim, one in parts.items():
-        if func is T.repeat and given[dim] != 1:
-            raise refused("repeat along a divided dim of a tensor", ".whole() first")
-        if func is T.expand:
-            if given[dim] not in (-1, one.rows):
-                raise refused("expand along a divided dim of a tensor", ".whole() first")
-            given[dim] = -1
-    return values.like(func(values.local, *given), parts)
-
-
-@handles(torch.pixel_shuffle, F.pixel_shuffle, torch.pixel_unshuffle, F.pixel_unshuffle,
+@rule_for(torch.pixel_shuffle, F.pixel_shuffle, torch.pixel_unshuffle, F.pixel_unshuffle,
          F.channel_shuffle, torch.channel_shuffle)  # fmt: skip
 def shuffled(func: Any, values: SplitTensor, factor: int) -> Any:
     """Move channels into positions and back; rows stay with their neighbours."""

@@ -1,25 +1,40 @@
-"""A tensor of which each rank holds a part, and the functions of PyTorch that compute with it.
+"""A tensor of samples of which each rank holds a part of the positions.
 
-``SplitTensor`` shows the shape of the whole tensor. A function of PyTorch is called with it in one
-of three ways: a handler computes this rank's part of the result, or the whole tensor is gathered
-(a flatten before a head), or it is refused. Nothing else computes with the part alone.
+A function of torch without a rule is refused, but for tensors that an operation before has divided
+differently from its input (``SplitTensor.is_free``): these are gathered.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from ...comm.group_device import exchangeable
-from .exchange import Line, fetch, rows_of
-from .layer_names import layer
-from .partition import Partition
+from ...cost.layout_memory import size_text
+from ..divided.divided_tensor import (
+    NO_RULE,
+    DividedTensor,
+    Rules,
+    changes_divided,
+    divided_tensors,
+    function_name,
+)
+from ..divided.elementwise import register_elementwise
+from ..divided.module_names import layer
+from ..divided.views import register_views
+from .exchange import Line, fetch, redivide, rows_of
+from .partition import FROM_END, Partition, reshaped_parts
 
-Handler = Callable[..., Any]
+RULES = Rules()
+register_views(RULES)
+register_elementwise(RULES)
+rule_for = RULES.add
 
-HANDLERS: dict[Any, Handler] = {}
-_ANYWHERE: set[Handler] = set()  # handlers whose first argument can be another tensor
+
+class RefusedError(ValueError):
+    """What can't be computed with parts of a sample."""
 
 
 class SpatialGroups:
@@ -71,18 +86,21 @@ class SpatialGroups:
         return number
 
 
-class SplitTensor(torch.Tensor):
-    """This rank's part of a tensor, with the shape of the whole.
+class SplitTensor(DividedTensor):
+    """This rank's part of a tensor, ``local``, with the shape of the whole.
 
     Attributes:
-        local: The part; it carries the gradient.
         parts: Of each divided dim, the partition of its rows.
         groups: The ranks that hold the other parts.
+        is_free: Whether it is moved to other dims, or gathered, for functions that can't compute
+            with its parts. Set for results that are not divided along the dims of their inputs.
     """
 
-    local: torch.Tensor
     parts: dict[int, Partition]
     groups: SpatialGroups
+    is_free: bool
+    rules = RULES
+    gradient_hint = "call it with world.whole(tensor)"
 
     @staticmethod
     def __new__(
@@ -90,18 +108,15 @@ class SplitTensor(torch.Tensor):
         local: torch.Tensor,
         parts: Mapping[int, Partition],
         groups: SpatialGroups,
+        is_free: bool = False,
     ) -> "SplitTensor":
         shape = list(local.shape)
         for dim, partition in parts.items():
             first, end = partition.part(groups.lines[partition.axis].place)
             assert shape[dim] == end - first, (shape, dim, partition)
             shape[dim] = partition.rows
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
-        made.local, made.parts, made.groups = local, dict(parts), groups
-        if made.requires_grad:
-            made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        made = cls._of_shape(local, shape)
+        made.parts, made.groups, made.is_free = dict(parts), groups, is_free
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -114,16 +129,17 @@ class SplitTensor(torch.Tensor):
     def like(self, local: torch.Tensor, parts: Mapping[int, Partition] | None = None) -> Any:
         """Return a tensor on the same ranks; a plain one if no dim is divided."""
         parts = self.parts if parts is None else parts
-        return SplitTensor(local, parts, self.groups) if parts else local
+        return SplitTensor(local, parts, self.groups, self.is_free) if parts else local
 
     def whole(self, dims: Iterable[int] | None = None) -> torch.Tensor:
         """Return the whole tensor on all ranks, or whole along some dims. Collective."""
-        _check_autograd(self)
+        self._check_graph()
         found, parts = self.local, dict(self.parts)
         for dim in self.parts if dims is None else dims:
             if dim in parts:
                 partition = parts.pop(dim)
-                found = _gathered(found, dim, partition, self.groups)
+                windows = rows_of([(0, partition.rows)] * partition.ranks)
+                found = fetch(found, dim, partition, windows, self.groups.lines[partition.axis])
         result: torch.Tensor = self.like(found, parts)
         return result
 
@@ -142,57 +158,156 @@ class SplitTensor(torch.Tensor):
         for dim, new in parts.items():
             line = self.groups.lines[new.axis]
             local = fetch(local, dim, self.parts[dim], rows_of(new.parts()), line)
-        return SplitTensor(local, parts, self.groups)
+        return SplitTensor(local, parts, self.groups, self.is_free)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not args and "input" in kwargs:
-            kwargs = dict(kwargs)
-            args = (kwargs.pop("input"),)
-        handler = HANDLERS.get(func)
-        is_first = bool(args) and isinstance(args[0], SplitTensor)
-        if handler is None or not (is_first or handler in _ANYWHERE):
-            raise _refusal(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            for one in (*args, *kwargs.values()):
-                if (found := first_split([one])) is not None:
-                    _check_autograd(found)
-            return handler(func, *args, **kwargs)
+    def redivided(self, old: int, new: int, partition: Partition | None = None) -> "SplitTensor":
+        """Return the same tensor divided along another dim. Collective.
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise _refusal(func, args, kwargs or {})
+        Args:
+            old, new: The divided dim, and one that is whole.
+            partition: Of the new dim; None: an even one.
+        """
+        parts = dict(self.parts)
+        have = parts.pop(old)
+        if partition is None:
+            partition = Partition.even(have.axis, self.size(new), have.ranks)
+        line = self.groups.lines[have.axis]
+        local = redivide(self.local, (old, have), (new, partition), line)
+        return SplitTensor(local, parts | {new: partition}, self.groups, True)
 
+    def at_home(self) -> "SplitTensor":
+        """Return the same tensor divided along positions [..., [[depth,] height,] width].
 
-def _check_autograd(tensor: SplitTensor) -> None:
-    """Raise ValueError for what an autograd function has returned: its gradient would be lost.
+        Dims that are too small for their ranks remain divided as they are. Collective.
+        """
+        self._check_graph()
+        found = self
+        for dim, one in self.parts.items():
+            home = self.dim() - FROM_END[one.axis]
+            is_other = home != dim and home >= 2 and home not in found.parts
+            if is_other and self.size(home) >= one.ranks:
+                found = found.redivided(dim, home)
+        return found
 
-    Nothing of PyTorch itself computes with the wrapper, so that only such a function sets this.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        made_by = tensor.grad_fn
-    if made_by is not None:
-        raise refused(
-            f"{made_by.name()}, an autograd function of the script or of torch.utils.checkpoint, "
-            "got a tensor",
-            "checkpoint(..., use_reentrant=False); for other functions gather it for this layer: "
-            "rules={'NAME': 'gather'}",
+    @property
+    def divided_dims(self) -> Collection[int]:
+        return self.parts.keys()
+
+    def refusal(self, what: str) -> ValueError:
+        return refused(
+            f"{what} a tensor of shape {tuple(self.shape)}",
+            "gather it for this layer (rules={'NAME': 'gather'} with the layer's name), or call "
+            ".whole() on the tensor first",
         )
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except RefusedError:
+            kwargs = kwargs or {}
+            free = [one for one in divided_tensors((args, kwargs)) if one.is_free]
+            if not free or changes_divided(func, args, kwargs):
+                raise
+        moved = {id(one): one.at_home() for one in free}
+        if all(moved[id(one)] is one for one in free):
+            say_gathered(function_name(func), free)
+            whole = {id(one): one.whole() for one in free}
+            args, kwargs = tree_map(lambda one: whole.get(id(one), one), (args, kwargs))
+        else:
+            args, kwargs = tree_map(lambda one: moved.get(id(one), one), (args, kwargs))
+        return func(*args, **kwargs)
 
-def _refuse_gradient(_: torch.Tensor) -> None:
-    raise ValueError(
-        "an autograd function of the script got a tensor whose sample is divided over ranks, and "
-        "its gradient would be lost. HINT: call it with world.whole(tensor)"
-    )
+    @classmethod
+    def without_rule(
+        cls, func: Any, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise tensors[0].refusal(f"{function_name(func)} is not known to be right for")
+
+    def placed(self, local: torch.Tensor, dims: Mapping[int, int]) -> Any:
+        return self.like(local, {dims[dim]: one for dim, one in self.parts.items()})
+
+    def in_shape(self, shape: tuple[int, ...], is_view: bool) -> Any:
+        parts: dict[int, Partition] = {}
+        lost, is_free = [], self.is_free
+        for dim, one in self.parts.items():
+            found = reshaped_parts(self.shape, shape, dim, one)
+            if found is None or found[0] in parts:
+                lost.append(dim)
+            else:
+                parts[found[0]] = found[1]
+                is_free |= found[1] != one
+        if not parts:
+            return NO_RULE
+        if lost:
+            rest = self.whole(lost)
+            assert isinstance(rest, SplitTensor)
+            rest.is_free = True
+            return rest.reshape(shape)
+        wanted = list(shape)
+        for dim, one in parts.items():
+            first, end = one.part(self.groups.lines[one.axis].place)
+            wanted[dim] = end - first
+        return SplitTensor(self.local.reshape(wanted), parts, self.groups, is_free)
+
+    def division_of(self, operands: list[torch.Tensor], shape: torch.Size) -> dict[int, Partition]:
+        return merged_parts(operands, shape)
+
+    def aligned(self, operand: Any, shape: torch.Size, division: Mapping[int, Partition]) -> Any:
+        if not isinstance(operand, torch.Tensor):
+            return operand
+        shift = len(shape) - operand.dim()
+        own = {dim - shift: one for dim, one in division.items() if dim >= shift}
+        own = {dim: one for dim, one in own.items() if operand.size(dim) == one.rows}
+        return rows_at(operand, own, self.groups)
+
+    def divided_like(self, local: torch.Tensor, division: Mapping[int, Partition]) -> Any:
+        return self.like(local, division)
 
 
-def _gathered(
-    local: torch.Tensor, dim: int, partition: Partition, groups: SpatialGroups
+def merged_parts(tensors: Iterable[torch.Tensor], shape: torch.Size) -> dict[int, Partition]:
+    """Return the partitions of the dims of a broadcast result."""
+    found = [
+        (dim + len(shape) - one.dim(), partition)
+        for one in tensors
+        if isinstance(one, SplitTensor)
+        for dim, partition in one.parts.items()
+    ]
+    found = [(dim, one) for dim, one in found if one.rows == shape[dim]]
+    found.sort(key=lambda pair: pair[0] != len(shape) - FROM_END[pair[1].axis])
+    parts: dict[int, Partition] = {}
+    for dim, partition in found:  # an axis divides one dim only
+        if partition.axis not in {one.axis for one in parts.values()}:
+            parts.setdefault(dim, partition)
+    return parts
+
+
+def rows_at(
+    tensor: torch.Tensor, parts: Mapping[int, Partition], groups: SpatialGroups
 ) -> torch.Tensor:
-    windows = rows_of([(0, partition.rows)] * partition.ranks)
-    return fetch(local, dim, partition, windows, groups.lines[partition.axis])
+    """Return this rank's rows of a tensor for some partitions, as a plain tensor.
+
+    A tensor that is divided otherwise is divided again, or gathered. Collective.
+    """
+    if not isinstance(tensor, SplitTensor):
+        return part_of(tensor, parts, groups)
+    found: Any = tensor
+    for dim, one in tensor.parts.items():
+        if dim in parts and parts[dim].axis == one.axis:
+            continue
+        new = [at for at, other in parts.items() if other.axis == one.axis]
+        if new and new[0] not in found.parts:
+            found = found.redivided(dim, new[0], parts[new[0]])
+        else:
+            found = found.whole([dim])
+    if not isinstance(found, SplitTensor):
+        return part_of(found, parts, groups)
+    kept = {dim: parts[dim] for dim in found.parts}
+    local = (found if kept == found.parts else found.moved(kept)).local
+    rest = {dim: one for dim, one in parts.items() if dim not in kept}
+    return part_of(local, rest, groups)
 
 
 def split(
@@ -212,46 +327,16 @@ def part_of(
     return tensor
 
 
-def handles(*functions: Any, anywhere: bool = False) -> Callable[[Handler], Handler]:
-    """Register a handler; it is called with the function and its arguments.
-
-    Args:
-        anywhere: The divided tensor need not be the first argument.
-    """
-
-    def register(handler: Handler) -> Handler:
-        if anywhere:
-            _ANYWHERE.add(handler)
-        for function in functions:
-            HANDLERS[function] = handler
-        return handler
-
-    return register
-
-
-def first_split(values: Iterable[Any]) -> SplitTensor | None:
-    """Return the first divided tensor among arguments and lists of them."""
-    for value in values:
-        if isinstance(value, SplitTensor):
-            return value
-        if isinstance(value, (list, tuple)) and (found := first_split(value)) is not None:
-            return found
-    return None
-
-
-def refused(what: str, hint: str) -> ValueError:
-    """Return the error for what can't be computed with parts of a sample."""
-    return ValueError(f"{layer()}: {what}, whose sample is divided over ranks. HINT: {hint}")
-
-
-def _refusal(func: Any, args: Any, kwargs: Any) -> ValueError:
-    name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
-    if name.endswith("__get__"):
-        name = f"the attribute {getattr(func.__self__, '__name__', '')}"
-    found = first_split((*args, *kwargs.values()))
-    shape = f" of shape {tuple(found.shape)}" if found is not None else ""
-    return refused(
-        f"{name} is not known to be right for a tensor{shape}",
-        "gather it for this layer (rules={'NAME': 'gather'} with the layer's name), or call "
-        ".whole() on the tensor first",
+def say_gathered(name: str, tensors: Iterable[SplitTensor]) -> None:
+    """Print once for a layer what it gathers."""
+    gathered = list(tensors)
+    size = sum(one.numel() * one.element_size() for one in gathered)
+    gathered[0].groups.say_once(
+        f"{layer()}: {name}",
+        f"reads all positions, so each rank gathers {size_text(size)} in each forward",
     )
+
+
+def refused(what: str, hint: str) -> RefusedError:
+    """Return the error for what can't be computed with parts of a sample."""
+    return RefusedError(f"{layer()}: {what}, whose sample is divided over ranks. HINT: {hint}")

@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 from ...cost.layout import Layout
 from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...record.hooks.phases import UncopiedHook
+from ..divided.divided_tensor import whole_outputs
+from ..divided.module_names import note_names
 from ..replicated.data_parallel import DataParallelModel, data_parallel
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import all_positions, convolution, losses, norms, pointwise, resampling, shapes  # noqa: F401 - handlers
-from .layer_names import name_modules
+from . import all_positions, convolution, losses, norms, products, resampling, shapes  # noqa: F401 - rules
 from .model_division import compare_parts
-from .samples import AXES, check_same, spatial_groups, split_inputs, whole
+from .samples import AXES, check_same, spatial_groups, split_inputs
 from .split_tensor import SpatialGroups
 
 GATHER = "gather"  # the kind of a rule
@@ -84,7 +85,7 @@ class SpatialParallel(ParallelStrategy):
         mesh, device = self.request.mesh, self.request.device
         groups = spatial_groups(mesh)
         module = model.module
-        name_modules(module)
+        note_names(module)
         for pattern, _ in self.request.layout.rule_pairs:
             for name, one in module.named_modules():
                 if name and fnmatch.fnmatchcase(name, pattern):
@@ -132,4 +133,4 @@ class SpatialModel(DistributedModel):
 
 
 def _gather_inputs(_: Any, args: Any, options: Any) -> Any:
-    return whole(args), whole(options)
+    return whole_outputs(args), whole_outputs(options)

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from .exchange import fetch
 from .partition import Partition, window, windows_of
-from .split_tensor import SplitTensor, handles, refused
+from .split_tensor import SplitTensor, refused, rule_for
 
 CHANGED_IN_PLACE = "HINT: inplace=False in the layer after it"
 
@@ -202,7 +202,7 @@ _MAX_POOLS = {
 }
 
 
-@handles(*_MAX_POOLS)
+@rule_for(*_MAX_POOLS)
 def max_pool(
     func: Any,
     values: SplitTensor,
@@ -253,7 +253,7 @@ _AVERAGE_POOLS = {
 } | {getattr(F, f"avg_pool{count}d"): count for count in (1, 2, 3)}
 
 
-@handles(*_AVERAGE_POOLS)
+@rule_for(*_AVERAGE_POOLS)
 def average_pool(
     func: Any,
     values: SplitTensor,
@@ -308,7 +308,7 @@ def _rows_of_window(start: int, kernel: int, rows: int, padding: int, with_paddi
     return min(start + kernel, rows) - max(start, 0)
 
 
-@handles(F.pad, torch._C._nn.pad)
+@rule_for(F.pad, torch._C._nn.pad)
 def pad(
     func: Any, values: SplitTensor, pad: Sequence[int], mode: str = "constant", value: Any = None
 ) -> Any:

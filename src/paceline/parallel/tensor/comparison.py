@@ -12,17 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..comparison.model_comparison import DividedModelError
+from ..divided.divided_tensor import NO_RULE, Rule, function_name
+from ..divided.module_names import place
 from .exchange import TensorAxis
-from .names import place
-from .split_tensor import (
-    NO_RULE,
-    Rule,
-    SplitTensor,
-    Watch,
-    function_name,
-    memory_order,
-    watching,
-)
+from .split_tensor import SplitTensor, Watch, memory_order, watching
 
 # of the largest element
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -148,7 +141,8 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     split, plain = _Copies(dtype, samples, always), _Copies(dtype, samples, always)
     generator = _random_state(axis_device(args, kwargs))
     with torch.enable_grad():
-        found = rule(func, *tree_map(split.pieces, (args, kwargs)))
+        given, named = tree_map(split.pieces, (args, kwargs))
+        found = rule(func, *given, **named)
         if found is NO_RULE:
             _set_random_state(generator)
             return None

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...record.hooks.sharded.block_labels import BlockLabels, labels_of_group
-from .names import module_name
+from ..divided.module_names import module_name
 from .splits import Split
 
 # the name of newer versions of PyTorch

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ..comparison.model_comparison import Division
+from ..divided.divided_tensor import whole_outputs
 from ..memory_budget import GIB, available_bytes
 from .comparison import Comparison, axis_device_of
 from .parameters import Views
-from .split_tensor import Watch, watching, whole_outputs
+from .split_tensor import Watch, watching
 
 MEMORY_FACTOR = 3  # whole parameters, their gradients, and activations
 

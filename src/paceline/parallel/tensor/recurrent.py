@@ -43,7 +43,7 @@ def split_recurrent(
 ) -> Callable[..., Any]:
     """Return the forward of a recurrent layer with these splits."""
 
-    def forward(self: nn.RNNBase, x: Any, hx: Any = None) -> Any:  # names.module_name sees self
+    def forward(self: nn.RNNBase, x: Any, hx: Any = None) -> Any:  # module_name() sees self
         usual = isinstance(x, torch.Tensor) and x.dim() == 3 and not self.proj_size
         if views.are_whole or not usual:
             return _with_whole_weights(kind, self, splits, views, x, hx)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -52,3 +53,24 @@ class Split:
     def at(self, dim: int) -> "Split":
         """Return the same division of another dim."""
         return Split(dim, self.blocks)
+
+
+def moved_split(
+    shape: tuple[int, ...], split: Split, ranks: int, target: tuple[int, ...]
+) -> Split | None:
+    """Return the division of a reshaped tensor; None if its pieces are no part of one dim.
+
+    The elements of a tensor in order are [outer blocks, ranks, inner elements]. The target must
+    have a dim in which these three lie.
+    """
+    outer = prod(shape[: split.dim]) * split.blocks
+    inner = shape[split.dim] // (split.blocks * ranks) * prod(shape[split.dim + 1 :])
+    before = 1
+    for dim, extent in enumerate(target):
+        after = prod(target[dim + 1 :])
+        if extent > 1 and outer % before == 0 and inner % max(after, 1) == 0 and after:
+            blocks = outer // before
+            if extent % (blocks * ranks) == 0 and blocks * ranks * (inner // after) == extent:
+                return Split(dim, blocks)
+        before *= extent
+    return None

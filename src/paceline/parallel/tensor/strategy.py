@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 from ...cost.layout import AXIS_WORDS, Layout
 from ...plurals import counted
+from ..divided.module_names import note_names
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from . import rules as rules  # registers them
 from .exchange import TensorAxis
 from .kinds import SEQUENCE, parse_kind, splits_of
-from .names import note_names
 from .optimizer_check import check_steps_of_pieces
 from .parameters import Views, cut_states, divide_module
 from .rules_found import FoundRules, find_rules

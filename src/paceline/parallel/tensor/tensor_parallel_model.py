@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import ModelComparison, compare_model
+from ..divided.divided_tensor import whole_outputs
 from ..mesh import TENSOR, Mesh
 from ..replicated.replica import has_tensor, own_methods
 from ..strategy.distributed_model import DistributedModel, Part
@@ -19,7 +20,7 @@ from ..strategy.training_step import TrainingStep
 from .comparison import Comparison
 from .model_division import TensorDivision
 from .parameters import Views
-from .split_tensor import SplitTensor, watching, whole_outputs
+from .split_tensor import SplitTensor, watching
 from .splits import Split
 
 
@@ -81,16 +82,6 @@ class TensorParallelModel(DistributedModel):
         module = self.module.get_submodule(owner)
         found = module._parameters.get(own)
         return found if found is not None else module._buffers[own]
-
-    def explain(self, error: BaseException) -> str | None:
-        if "device meta" in str(error) and isinstance(error, RuntimeError):
-            return (
-                "an operation got a tensor that is divided over the ranks of the tensor axis, past "
-                "PyTorch's __torch_function__ (a torch.autograd.Function or an extension in C++). "
-                "HINT: the rule 'replicate' for the layers that give it, in "
-                "paceline.Layout(rules={...})"
-            )
-        return super().explain(error)
 
     # calls
 

@@ -63,9 +63,9 @@ class SampleParts:
 
         Other tensors are returned as they are.
         """
-        from ...parallel.spatial.samples import whole
+        from ...parallel.divided.divided_tensor import whole_outputs
 
-        found: torch.Tensor = whole(tensor)
+        found: torch.Tensor = whole_outputs(tensor)
         return found
 
     def predict(self, model: nn.Module, volume: Any, out: Any) -> None:

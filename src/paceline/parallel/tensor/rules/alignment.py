@@ -1,48 +1,19 @@
-"""Give operands the division of the result."""
+"""Give results their division."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..exchange import TensorAxis, scattered, shared, total, total_piece
-from ..split_tensor import SplitTensor, as_whole
+from ..exchange import TensorAxis, total, total_piece
+from ..split_tensor import SplitTensor
 from ..splits import Split
-
-
-def first_split(values: Sequence[Any]) -> SplitTensor:
-    """Return the first split tensor of arguments."""
-    return next(one for one in values if isinstance(one, SplitTensor))
-
-
-def piece_at(value: torch.Tensor, dim: int | None, split: Split, axis: TensorAxis) -> torch.Tensor:
-    """Return an operand's piece for a result that is divided like ``split``.
-
-    Args:
-        dim: The operand's dim that meets the divided one; None: it has none, or of extent 1.
-    """
-    if isinstance(value, SplitTensor):
-        if dim is not None and value.division == Split(dim, split.blocks):
-            return value.local
-        if dim is None:
-            return value.shared()
-        value = value.whole()
-    return shared(value, axis) if dim is None else scattered(value, split.at(dim), axis)
 
 
 def wrap(found: Any, split: Split, axis: TensorAxis) -> Any:
     """Return results as split tensors."""
     if isinstance(found, torch.Tensor):
         return SplitTensor.of(found, split, axis)
-    if isinstance(found, (tuple, list)):
-        each = [wrap(one, split, axis) for one in found]
-        return type(found)(*each) if hasattr(found, "_fields") else type(found)(each)
-    return found
-
-
-def whole_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return options with whole tensors."""
-    return {name: as_whole(value) for name, value in values.items()}
+    return type(found)(wrap(one, split, axis) for one in found)
 
 
 def summed(parts: torch.Tensor, axis: TensorAxis) -> torch.Tensor:

@@ -8,43 +8,43 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from ...divided.divided_tensor import NO_RULE, as_whole
 from ..exchange import total
-from ..split_tensor import NO_RULE, SplitTensor, as_whole, rule_for
+from ..split_tensor import SplitTensor, piece_at, rule_for
 from ..splits import Split
-from .alignment import piece_at
-
-_NAMES = (
-    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "label_smoothing",
-)
 
 
 @rule_for(F.cross_entropy)
-def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+def cross_entropy(
+    func: Any,
+    x: SplitTensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
     """Compute the cross entropy of this rank's classes, and add those of all ranks."""
-    given = dict(zip(_NAMES, args, strict=False)) | kwargs
-    x, target, weight = given["input"], given["target"], as_whole(given.get("weight"))
-    reduction, smoothing = given.get("reduction", "mean"), given.get("label_smoothing", 0.0)
-    if not isinstance(x, SplitTensor) or isinstance(target, SplitTensor):
-        return NO_RULE
-    is_old = given.get("size_average") is not None or given.get("reduce") is not None
     dim = 1 if x.dim() > 1 else 0
-    if x.division.dim != dim or x.division.blocks > 1 or is_old or not 0 <= smoothing <= 1:
+    if isinstance(target, SplitTensor) or size_average is not None or reduce is not None:
+        return NO_RULE
+    if x.division != Split(dim) or not 0 <= label_smoothing <= 1:
         return NO_RULE
     if reduction not in ("none", "mean", "sum"):
         return NO_RULE
-    ignored = given.get("ignore_index", -100)
     are_classes = not target.is_floating_point()
     without_classes = x.shape[:dim] + x.shape[dim + 1 :]
     if target.shape != (without_classes if are_classes else x.shape):
         return NO_RULE
-    if target.dtype is not torch.int64 if are_classes else ignored >= 0:
+    if target.dtype is not torch.int64 if are_classes else ignore_index >= 0:
         return NO_RULE
-    terms = _Terms(x, dim, weight)
+    terms = _Terms(x, dim, as_whole(weight))
     if are_classes:
-        losses, norm = terms.of_classes(target, ignored, smoothing)
+        losses, norm = terms.of_classes(target, ignore_index, label_smoothing)
     else:
-        losses = terms.of_probabilities(target, smoothing)
+        losses = terms.of_probabilities(target, label_smoothing)
         norm = torch.tensor(without_classes.numel(), device=losses.device)
     if reduction != "none":
         losses = losses.sum() / (norm if reduction == "mean" else 1)

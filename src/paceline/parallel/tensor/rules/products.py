@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from ...divided.divided_tensor import NO_RULE, named_functions
 from ..exchange import TensorAxis, total
-from ..split_tensor import NO_RULE, SplitTensor, named_functions, rule_for
+from ..split_tensor import SplitTensor, piece_at, rule_for
 from ..splits import Split
-from .alignment import piece_at, summed
+from .alignment import summed
 
 Labels = Sequence[Hashable]
 
@@ -82,11 +83,9 @@ def _is_costly(operand: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
     return operand.numel() > sum(one.numel() for one in operands if isinstance(one, SplitTensor))
 
 
-@rule_for(F.linear)
-def linear(func: Any, args: Any, kwargs: Any) -> Any:
+@rule_for(F.linear, anywhere=True)
+def linear(func: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Any:
     """Compute a linear layer by columns, by rows, or of a part of the batch."""
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = given["input"], given["weight"], given.get("bias")
     if weight.dim() != 2:
         return NO_RULE
     batch = [("batch", i) for i in range(x.dim() - 1)]
@@ -123,14 +122,25 @@ _FEATURES = ("in", "out")
 _FIXED = ("k0", "k1", "k2", "s0", "s1", "s2")
 
 
-@rule_for(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)
-def convolution(func: Any, args: Any, kwargs: Any) -> Any:
+_TRANSPOSED = (
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+)
+
+
+@rule_for(
+    *(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, *_TRANSPOSED),
+    anywhere=True,
+)
+def convolution(
+    func: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Compute a convolution with a part of its output or input channels."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    is_transposed = func in _TRANSPOSED
+    names = ["stride", "padding", "dilation", "groups"]
+    if is_transposed:
+        names = ["stride", "padding", "output_padding", "groups", "dilation"]
     given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
-    groups = given.get("groups", 1)
-    spatial = weight.dim() - 2
     if x.dim() != weight.dim():
         return NO_RULE
 
@@ -138,12 +148,13 @@ def convolution(func: Any, args: Any, kwargs: Any) -> Any:
         found: torch.Tensor = func(*pieces, **given)
         return found
 
-    if groups > 1:
-        return _grouped(compute, x, weight, bias, given)
-    places = [f"s{i}" for i in range(spatial)]
+    if given.get("groups", 1) > 1:
+        return NO_RULE if is_transposed else _grouped(compute, x, weight, bias, given)
+    places = [f"s{i}" for i in range(weight.dim() - 2)]
+    channels = ("in", "out") if is_transposed else ("out", "in")
     labels: list[Labels] = [
         ("batch", "in", *places),
-        ("out", "in", *(f"k{i}" for i in range(spatial))),
+        (*channels, *(f"k{i}" for i in range(weight.dim() - 2))),
     ]
     return _with_bias((x, weight), labels, ("batch", "out", *places), bias, "out", compute, 1)
 
@@ -162,37 +173,11 @@ def _grouped(compute: Any, x: Any, weight: Any, bias: Any, given: dict[str, Any]
     return SplitTensor.of(compute(*pieces), Split(1), axis)
 
 
-@rule_for(
-    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-)
-def transposed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same for transposed convolutions."""
-    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
-    if given.get("groups", 1) != 1 or x.dim() != weight.dim():
-        return NO_RULE
-    spatial = weight.dim() - 2
-    places = [f"s{i}" for i in range(spatial)]
-    labels: list[Labels] = [
-        ("batch", "in", *places),
-        ("in", "out", *(f"k{i}" for i in range(spatial))),
-    ]
-
-    def compute(*pieces: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = func(*pieces, **given)
-        return found
-
-    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, "out", compute, 1)
-
-
-@rule_for(*named_functions("matmul", "bmm", "mm", "__matmul__", "__rmatmul__"))
-def matmul(func: Any, args: Any, kwargs: Any) -> Any:
+@rule_for(*named_functions("matmul", "bmm", "mm", "__matmul__", "__rmatmul__"), anywhere=True)
+def matmul(func: Any, a: torch.Tensor, b: torch.Tensor | None = None, **kwargs: Any) -> Any:
     """Compute a product of (batches of) matrices."""
-    if kwargs or len(args) != 2:
+    if kwargs or b is None:
         return NO_RULE
-    a, b = args
     if func is torch.Tensor.__rmatmul__:
         a, b = b, a
     if min(a.dim(), b.dim()) < 2:
@@ -208,10 +193,9 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     return contract((a, b), [labels(a, ("m", "k")), labels(b, ("k", "n"))], result, torch.matmul)
 
 
-@rule_for(torch.einsum)
-def einsum(func: Any, args: Any, kwargs: Any) -> Any:
+@rule_for(torch.einsum, anywhere=True)
+def einsum(func: Any, equation: Any, *operands: Any) -> Any:
     """Compute an einsum with an explicit result."""
-    equation, *operands = args
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return NO_RULE
     inputs, result = equation.replace(" ", "").split("->")
@@ -225,25 +209,31 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
     return contract(operands, labels, result, compute)
 
 
-@rule_for(F.embedding)
-def embedding(func: Any, args: Any, kwargs: Any) -> Any:
+@rule_for(F.embedding, anywhere=True)
+def embedding(
+    func: Any,
+    index: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
     """Look up rows: of this rank's part of the vocabulary, or this rank's columns."""
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-    given = dict(zip((*names, "sparse"), args, strict=False)) | kwargs
-    index, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+    padding = padding_idx
     is_plain = isinstance(weight, SplitTensor) and not isinstance(index, SplitTensor)
-    if given.get("max_norm") is not None:
+    if max_norm is not None:
         raise ValueError(
             "an embedding with max_norm changes its weight in forward, which a divided one does "
             "not support. HINT: the rule 'replicate' for it"
         )
-    if not is_plain or given.get("scale_grad_by_freq") or weight.division.blocks > 1:
+    if not is_plain or scale_grad_by_freq or weight.division.blocks > 1:
         return NO_RULE
-    options = {"sparse": given.get("sparse", False)}
     if padding is not None and padding < 0:
         padding += weight.shape[0]
     if weight.division.dim == 1:
-        found = F.embedding(index, weight.local, padding, **options)
+        found = F.embedding(index, weight.local, padding, sparse=sparse)
         return SplitTensor.of(found, Split(found.dim() - 1), weight.axis)
     on_host = index.device.type == "cpu"  # a GPU's kernel checks its own rows only
     if on_host and bool(((index < 0) | (index >= weight.shape[0])).any()):
@@ -254,5 +244,5 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     own_padding = None
     if padding is not None and rank * rows <= padding < (rank + 1) * rows:
         own_padding = padding - rank * rows
-    found = F.embedding(here.where(is_own, 0), weight.local, own_padding, **options)
+    found = F.embedding(here.where(is_own, 0), weight.local, own_padding, sparse=sparse)
     return summed(found.where(is_own.unsqueeze(-1), 0), weight.axis)
