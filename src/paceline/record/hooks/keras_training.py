@@ -24,6 +24,11 @@ MODEL = "keras.src.models.model"
 _HOOK = "Keras' training step"
 
 
+def next_batch(model: Any, iterator: Any) -> Any:
+    """Return the next batch of a model's training; an experiment of diagnose replaces this."""
+    return next(iterator)
+
+
 def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
     """Record the steps and the evaluations of Keras with TensorFlow."""
     trainer, tf = module.TensorFlowTrainer, module.tf
@@ -42,6 +47,32 @@ def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
     batches = module.TFEpochIterator  # builds a tf.data.Dataset, and its iterator for an epoch
     for name in ("__init__", "__next__"):
         setattr(batches, name, _spanned(loop, getattr(batches, name), State.INPUT))
+    _patch_end_of_fit(loop, trainer, batches)
+
+
+def _patch_end_of_fit(loop: LoopRecorder, trainer: Any, batches: Any) -> None:
+    """Record the end of the iterators of ``fit`` as a wait for input.
+
+    At the end of an epoch Keras makes the iterator of the next one, also after the last epoch. Its
+    end waits for the batch, or for all batches, that a Python generator has begun to make.
+    """
+    fit, make = trainer.fit, batches.__init__
+    held: list[Any] = []  # the iterators, so that they end here
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if not (loop.busy or loop.ignores_thread()):
+            held.append(self)
+
+    @functools.wraps(fit)
+    def fit_and_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fit(self, *args, **kwargs)
+        finally:
+            _spanned(loop, held.clear, State.INPUT)()
+
+    batches.__init__, trainer.fit = init, fit_and_end
 
 
 def _recorded_step(
@@ -55,7 +86,8 @@ def _recorded_step(
             return step(iterator)
         given = iterator
         if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
-            batch = loop.fetch(iterator, next, functools.partial(_samples_in, tf))
+            fetch = functools.partial(next_batch, model)
+            batch = loop.fetch(iterator, fetch, functools.partial(_samples_in, tf))
             given = iter([batch])
         return loop.whole_step(model.optimizer, functools.partial(step, given))
 
