@@ -122,8 +122,8 @@ Fresh = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        help="Threads of each rank (OMP_NUM_THREADS, torch, TensorFlow). Default: OMP_NUM_THREADS, or one "
-        "for each core of the rank.",
+        help="Threads of each rank (OMP_NUM_THREADS, torch, TensorFlow). Default: OMP_NUM_THREADS, "
+        "or one for each core of the rank.",
         metavar="N",
         show_default=False,
         rich_help_panel=BINDING,
