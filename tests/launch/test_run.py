@@ -199,12 +199,19 @@ def test_bind_core_gives_each_rank_separate_cores(tmp_path):
 
 
 def test_threads_option_overrides_omp_num_threads(tmp_path):
+    names = "'OMP_NUM_THREADS', 'TF_NUM_INTRAOP_THREADS'"
     script = ranks.write(
-        tmp_path, "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"
+        tmp_path,
+        f"""
+        import os, torch
+        print(*[os.environ[name] for name in ({names})], torch.get_num_threads())
+        """,
     )
-    assert ranks.run(script, ranks=1, OMP_NUM_THREADS="3").stdout == "3 3\n"
+    assert ranks.run(script, ranks=1, OMP_NUM_THREADS="3").stdout == "3 3 3\n"
     result = ranks.run(script, ranks=1, launcher="paceline --threads 2", OMP_NUM_THREADS="3")
-    assert result.stdout == "2 2\n"
+    assert result.stdout == "2 2 2\n"
+    given = {"OMP_NUM_THREADS": "2", "TF_NUM_INTRAOP_THREADS": "1"}
+    assert ranks.run(script, ranks=1, **given).stdout == "2 1 2\n"
 
 
 @pytest.mark.long

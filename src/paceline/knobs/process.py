@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..cluster.schedulers.env_numbers import THREAD_VARIABLES
 from ..record.hooks.import_hooks import after_import
 from .apply import KnobResult
 
@@ -45,7 +46,7 @@ def _jemalloc() -> str:
 
 def threads(count: int, turned: KnobResult) -> None:
     """Set the number of threads, and ignore the script's own setting."""
-    os.environ["OMP_NUM_THREADS"] = str(count)
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(count)))
 
     def install(torch: Any) -> None:
         torch.set_num_threads(count)

@@ -36,5 +36,28 @@ def test_asynchronous_checkpoint_without_communication_is_complete(tmp_path):
         assert record.count(State.CHECKPOINT) == 2
 
 
+HOROVOD = """
+    from types import SimpleNamespace
+    import torch
+    import paceline.compat.horovod.torch as hvd
+    from paceline.record.experiments.experiment import Experiment
+
+    hvd.init()
+    before = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="gradient")
+    Experiment._replace_groups(SimpleNamespace(_results={"silent": 0}))
+    if hvd.rank() == 0:  # it waits for nobody
+        after = hvd.allreduce(torch.full((2,), 3.0), op=hvd.Sum, name="gradient")
+        hvd.grouped_allreduce([torch.full((2,), 3.0)], name="other")
+        print(before.tolist(), after.tolist(), hvd.allgather(torch.ones(1)).tolist())
+    """
+
+
+def test_collectives_of_horovod_are_switched_off(tmp_path):
+    out = ranks.run(
+        ranks.write(tmp_path, HOROVOD), launcher=f"paceline --record {tmp_path}/r"
+    ).stdout
+    assert "[2.0, 2.0] [3.0, 3.0] [1.0, 1.0]" in out
+
+
 def test_installed_packages_are_libraries_wherever_they_are_found():
     assert torch.__file__.startswith(LIBRARY_PREFIXES)

@@ -292,8 +292,8 @@ class RankOptions:
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Threads of each rank (OMP_NUM_THREADS, torch). Default: OMP_NUM_THREADS, or one "
-            "for each core of the rank.",
+            help="Threads of each rank (OMP_NUM_THREADS, torch, TensorFlow). Default: "
+            "OMP_NUM_THREADS, or one for each core of the rank.",
             metavar="N",
             show_default=False,
             rich_help_panel=BINDING,

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 
 Environment = Mapping[str, str]
+# Number of threads of a rank: for OpenMP and torch, and for TensorFlow, which would use all cores
+# that the rank may use.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 
 def is_number(text: str) -> bool:

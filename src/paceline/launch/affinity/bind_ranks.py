@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...cluster.binding.binding_plan import RankBinding, plan
-from ...cluster.schedulers.env_numbers import openmp_threads
+from ...cluster.schedulers.env_numbers import THREAD_VARIABLES, openmp_threads
 from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import Card, pci_cards
 from ...cluster.topology.topology import Topology, topology
@@ -86,7 +86,7 @@ def variables(job: Job, place: RankBinding, given: Mapping[str, str]) -> dict[st
     The network cards are set only with ``--bind device``: NCCL selects the nearest automatically.
     CUDA_DEVICE_ORDER makes CUDA number the GPUs as the plan of a bound rank does.
     """
-    found = {"OMP_NUM_THREADS": str(place.threads)}
+    found = dict.fromkeys(THREAD_VARIABLES, str(openmp_threads(given) or place.threads))
     if place.cpus and place.device is not None:
         found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     every = {path.name for path in Path("/sys/class/infiniband").glob("*")}
@@ -98,7 +98,7 @@ def variables(job: Job, place: RankBinding, given: Mapping[str, str]) -> dict[st
     if openmp_threads(given) is None:  # OpenMP ignores a value that is not valid
         kept["OMP_NUM_THREADS"] = found["OMP_NUM_THREADS"]
     if job.threads is not None:
-        kept["OMP_NUM_THREADS"] = str(job.threads)
+        kept |= dict.fromkeys(THREAD_VARIABLES, str(job.threads))
     return kept
 
 

@@ -1,6 +1,10 @@
-"""Keep batches of a script's DataLoaders in memory and reuse them, so that input costs no time."""
+"""Keep batches of a training in memory and reuse them, so that input costs no time.
+
+Batches come from DataLoaders, or from the iterators of ``keras.Model.fit`` with TensorFlow.
+"""
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +12,15 @@ from typing import Any
 from .observer import Observer
 
 MAX_CACHED_BATCHES = 8  # per dataset; they are returned in rotation
+_SOURCE = "_paceline_source"  # attribute of a loader: the data of the script that it was made for
+_LENGTH = "_paceline_length"  # and the number of its batches
 
 
 class CachedBatches:
     """A patch of ``DataLoader`` that caches batches and later returns them from memory.
+
+    Batches are kept by the data that they are made of: the loader's dataset; of loaders that Keras
+    makes anew for each epoch, what the script has passed to ``fit``.
 
     Args:
         observer: Receives the durations of fetches and of loader starts.
@@ -32,7 +41,9 @@ class CachedBatches:
         self.convert: Callable[[Any], Any] | None = None  # applied to each leaf of such a batch
         self._observer, self._run_loader_only = observer, run_loader_only
         self._is_caching, self._is_replaying = is_caching, is_replaying
-        self._batches: dict[int, list[_Batch]] = {}  # by id of the dataset
+        # By id of the data, with the data: an id is used again after the end of its object.
+        self._batches: dict[int, tuple[Any, list[_Batch]]] = {}
+        self._epoch_batches: Callable[[], Any] = _unknown  # of Keras' last iterator
 
     def install(self, module: Any) -> None:
         """Patch ``module``, which is ``torch.utils.data.dataloader``."""
@@ -43,19 +54,20 @@ class CachedBatches:
             loader = iterator.__dict__.get("_paceline_loader")
             without_workers = isinstance(iterator, ReplayIterator)
             self._run_loader_only(iterator, fetch, lambda: make_iterator(loader), without_workers)
-            batches = self._batches.get(id(iterator._dataset), [])
+            source = _source(loader, iterator._dataset)
+            batches = self._batches_of(source)
             if self._is_replaying() and batches:
                 return self._next_cached(iterator, batches)
             start = time.perf_counter()
             try:
                 batch = fetch(iterator)
             except StopIteration:  # its workers have ended by now
-                self._observer.loader_stopped(id(iterator._dataset), time.perf_counter() - start)
+                self._observer.loader_stopped(id(source), time.perf_counter() - start)
                 raise
-            self._observe(iterator, batch, time.perf_counter() - start)
-            if len(batches) < MAX_CACHED_BATCHES and self._is_caching():
-                batches.append(_Batch(batch))
-                self._batches[id(iterator._dataset)] = batches
+            opening = iterator.__dict__.pop("_paceline_opening", None)
+            seconds = time.perf_counter() - start
+            self._observe(source, _length(iterator), batch, seconds, opening)
+            self._keep(source, batches, batch)
             return batch
 
         class ReplayIterator(iterator_class):  # type: ignore[misc, valid-type]
@@ -69,7 +81,7 @@ class CachedBatches:
                 return len(self._paceline_loader)
 
         def new_iterator(loader: Any) -> Any:
-            if self._is_replaying() and id(loader.dataset) in self._batches:
+            if self._is_replaying() and self._batches_of(_source(loader, loader.dataset)):
                 return ReplayIterator(loader)
             start = time.perf_counter()
             iterator = make_iterator(loader)
@@ -79,12 +91,69 @@ class CachedBatches:
 
         iterator_class.__next__, loader_class.__iter__ = next_batch, new_iterator
 
-    def _observe(self, iterator: Any, batch: Any, seconds: float) -> None:
-        opening = iterator.__dict__.pop("_paceline_opening", None)
-        dataset = id(iterator._dataset)
+    def install_keras_torch(self, module: Any) -> None:
+        """Patch ``module``, Keras' trainer on PyTorch: mark the loaders that it makes."""
+        iterators = module.TorchEpochIterator
+        self._note_sources(iterators)
+        get = iterators._get_iterator
+
+        def get_loader(epoch: Any) -> Any:
+            loader = get(epoch)
+            if hasattr(loader, "dataset"):
+                setattr(loader, _SOURCE, getattr(epoch, _SOURCE, loader.dataset))
+                setattr(loader, _LENGTH, epoch.num_batches)
+            return loader
+
+        iterators._get_iterator = get_loader
+
+    def install_keras_tensorflow(self, module: Any) -> None:
+        """Patch ``module``, Keras' trainer on TensorFlow, whose steps call ``next_of_model``."""
+        self._note_sources(module.TFEpochIterator)
+
+    def _note_sources(self, iterators: Any) -> None:
+        make = iterators.__init__
+
+        @functools.wraps(make)
+        def init(epoch: Any, *args: Any, **kwargs: Any) -> None:
+            if "x" in kwargs:
+                setattr(epoch, _SOURCE, kwargs["x"])
+            make(epoch, *args, **kwargs)
+            self._epoch_batches = lambda: epoch.num_batches
+
+        iterators.__init__ = init
+
+    def next_of_model(self, model: Any, iterator: Any) -> Any:
+        """Return the next batch for a training step of a Keras model with TensorFlow."""
+        self._run_loader_only(iterator, next, _unknown, False)
+        batches = self._batches_of(model)
+        if self._is_replaying() and batches:
+            self.replayed += 1
+            return batches[self.replayed % len(batches)].restored()
+        start = time.perf_counter()
+        batch = next(iterator)
+        seconds, opening = time.perf_counter() - start, None
+        if id(model) not in self._batches:
+            self._batches[id(model)] = (model, batches)
+            opening = 0.0
+        self._observe(model, self._epoch_batches() or float("inf"), batch, seconds, opening)
+        self._keep(model, batches, batch)
+        return batch
+
+    def _batches_of(self, source: Any) -> "list[_Batch]":
+        return self._batches.get(id(source), (source, []))[1]
+
+    def _keep(self, source: Any, batches: "list[_Batch]", batch: Any) -> None:
+        if len(batches) < MAX_CACHED_BATCHES and self._is_caching():
+            batches.append(_Batch(batch))
+            self._batches[id(source)] = (source, batches)
+
+    def _observe(
+        self, source: Any, length: float, batch: Any, seconds: float, opening: float | None
+    ) -> None:
+        """Report a fetch; opening: seconds for the iterator, whose first batch it is."""
         if opening is not None:
-            self._observer.loader_started(dataset, opening + seconds, _length(iterator))
-        self._observer.batch_fetched(dataset, batch, seconds if opening is None else None)
+            self._observer.loader_started(id(source), opening + seconds, length)
+        self._observer.batch_fetched(id(source), batch, seconds if opening is None else None)
 
     def _next_cached(self, iterator: Any, batches: "list[_Batch]") -> Any:
         yielded = iterator.__dict__.setdefault("_paceline_given", iterator._num_yielded)
@@ -131,8 +200,18 @@ def _copy_leaf(leaf: Any) -> Any:
     return made.pin_memory() if getattr(leaf, "is_pinned", bool)() else made
 
 
+def _source(loader: Any, dataset: Any) -> Any:
+    """Return the data that the batches of a loader are made of."""
+    return getattr(loader, _SOURCE, dataset)
+
+
 def _length(iterator: Any) -> float:
+    known = getattr(iterator.__dict__.get("_paceline_loader"), _LENGTH, None)
     try:
-        return float(len(iterator))
+        return float(known or len(iterator))
     except TypeError:  # an IterableDataset without a length
         return float("inf")
+
+
+def _unknown() -> None:
+    """Stand for a number of batches, or for another iterator, that can't be had."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..hooks import keras_training
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
 from ..pending_value import PendingValue, is_capturing
@@ -107,7 +108,14 @@ class Experiment(ProtectedRun):
             self.recorder, self._file_opens, self._observer.gradient_addresses
         )
         self._lines.install()
-        after_import({"torch.utils.data.dataloader": self._cached_batches.install})
+        after_import(
+            {
+                "torch.utils.data.dataloader": self._cached_batches.install,
+                keras_training.TORCH_TRAINER: self._cached_batches.install_keras_torch,
+                keras_training.TENSORFLOW_TRAINER: self._cached_batches.install_keras_tensorflow,
+            }
+        )
+        keras_training.next_batch = self._cached_batches.next_of_model
         if self.rung.losses:
             after_import({"torch": self._record_losses})
         super().install()
@@ -259,6 +267,7 @@ class Experiment(ProtectedRun):
         """In the phase ``loader``: fetch batches over one or more epochs, then end the process.
 
         ``without_workers``: the iterator returns cached batches; a real one is made first.
+        ``make_iterator`` returns None where no further one can be made.
         """
         if self._phase != LOADER:
             return
@@ -272,6 +281,8 @@ class Experiment(ProtectedRun):
                 fetch(iterator)
             except StopIteration:
                 iterator = make_iterator()
+                if iterator is None:
+                    break
                 fetch(iterator)
             times.append(time.perf_counter() - fetch_start)
         used = {name: now - before[name] for name, now in self._loader_usage().items()}

@@ -24,9 +24,17 @@ MODEL = "keras.src.models.model"
 _HOOK = "Keras' training step"
 
 
+def next_batch(model: Any, iterator: Any) -> Any:
+    """Return the next batch of a model's training; an experiment of diagnose replaces this."""
+    return next(iterator)
+
+
 def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
     """Record the steps and the evaluations of Keras with TensorFlow."""
-    trainer, tf = module.TensorFlowTrainer, module.tf
+    trainer, tf, batches = module.TensorFlowTrainer, module.tf, module.TFEpochIterator
+    for name in ("__init__", "__next__"):  # a tf.data.Dataset is built, and its iterators
+        setattr(batches, name, _spanned(loop, getattr(batches, name), State.INPUT))
+    iterators = _Iterators(loop, trainer, batches)
     original = trainer.make_train_function
 
     @functools.wraps(original)
@@ -34,18 +42,55 @@ def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
         before = self.train_function
         result = original(self, *args, **kwargs)
         if self.train_function is not before and self.train_function is not None:
-            self.train_function = _recorded_step(loop, tf, self, self.train_function)
+            step = self.train_function
+            self.train_function = _recorded_step(loop, tf, self, step, iterators)
         return result
 
     trainer.make_train_function = make_train_function
     _patch_evaluation(loop, trainer)
-    batches = module.TFEpochIterator  # builds a tf.data.Dataset, and its iterator for an epoch
-    for name in ("__init__", "__next__"):
-        setattr(batches, name, _spanned(loop, getattr(batches, name), State.INPUT))
+
+
+class _Iterators:
+    """The iterators of ``fit`` with TensorFlow, whose end is recorded as a wait for input.
+
+    At the end of an epoch Keras makes the iterator of the next one, also after the last epoch. Its
+    end waits for the batch, or for all batches, that a Python generator has begun to make.
+    """
+
+    def __init__(self, loop: LoopRecorder, trainer: Any, epochs: Any) -> None:
+        self._loop = loop
+        self._epochs: list[Any] = []  # Keras' iterators over epochs
+        self._of_epoch: Any = None
+        fit, make = trainer.fit, epochs.__init__
+
+        @functools.wraps(make)
+        def init(epoch: Any, *args: Any, **kwargs: Any) -> None:
+            make(epoch, *args, **kwargs)
+            if not (loop.busy or loop.ignores_thread()):
+                self._epochs.append(epoch)
+
+        @functools.wraps(fit)
+        def fit_and_end(model: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return fit(model, *args, **kwargs)
+            finally:
+                self.use(None)
+
+        epochs.__init__, trainer.fit = init, fit_and_end
+
+    def use(self, iterator: Any) -> None:
+        """Keep the iterator of the present epoch, and end the one before; None: and all others."""
+        if iterator is not self._of_epoch or iterator is None:
+            _spanned(self._loop, self._replace, State.INPUT)(iterator)
+
+    def _replace(self, iterator: Any) -> None:
+        self._of_epoch = iterator
+        if iterator is None:
+            self._epochs.clear()
 
 
 def _recorded_step(
-    loop: LoopRecorder, tf: Any, model: Any, step: Callable[[Any], Any]
+    loop: LoopRecorder, tf: Any, model: Any, step: Callable[[Any], Any], iterators: _Iterators
 ) -> Callable[[Any], Any]:
     """Return a function that fetches a batch and makes a step with it, both recorded."""
 
@@ -54,8 +99,10 @@ def _recorded_step(
         if loop.busy or loop.ignores_thread() or _HOOK in failed_hooks:
             return step(iterator)
         given = iterator
+        iterators.use(iterator)
         if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
-            batch = loop.fetch(iterator, next, functools.partial(_samples_in, tf))
+            fetch = functools.partial(next_batch, model)
+            batch = loop.fetch(iterator, fetch, functools.partial(_samples_in, tf))
             given = iter([batch])
         return loop.whole_step(model.optimizer, functools.partial(step, given))
 

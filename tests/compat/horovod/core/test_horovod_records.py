@@ -48,3 +48,29 @@ def test_waits_for_a_late_rank_are_recorded(tmp_path):
     assert waits[0] > 0.5 * LATE_S * (STEPS - 1)
     assert waits[1] < 0.5 * waits[0]
     assert max(report.background) == 0  # collectives are those of the training
+
+
+ENDS_LATE = """
+    import time
+    import torch
+    import paceline.compat.horovod.torch as hvd
+
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    for step in range(4):
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if hvd.rank() == 0:
+        time.sleep(0.5)  # it tests, for instance
+    """
+
+
+def test_ranks_that_end_first_wait_for_the_last(tmp_path):
+    ranks.run(ranks.write(tmp_path, ENDS_LATE), launcher="paceline --record record")
+    report = analyse(load_run(tmp_path / "record"))
+    assert report.unmatched == 0
+    first, last = (states["wait"] * report.window_s for states in report.states)
+    assert first < 0.2
+    assert last > 0.4

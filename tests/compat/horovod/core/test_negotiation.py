@@ -233,6 +233,9 @@ class Recorder:
     def follow(self, operations):
         pass
 
+    def all_left(self, since_ns):
+        pass
+
     def begin_wait(self):
         pass
 

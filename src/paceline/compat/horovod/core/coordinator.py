@@ -85,6 +85,9 @@ class Executes(Protocol):
     def end_wait(self) -> None:
         """Note that this thread has waited."""
 
+    def all_left(self, since_ns: int) -> None:
+        """Note that all ranks have left; this one has waited for the others since then."""
+
 
 class Coordinator:
     """The operations of one process set, of this rank.
@@ -246,7 +249,9 @@ class Coordinator:
             if self._failure is None and is_free:
                 self._negotiator.wants_leave = True
                 self._meetings.limit(timeout_s)
+                self._execute.begin_wait()
                 self._meet_unlocked()
+                self._execute.end_wait()
         if is_free and self._thread is not None:
             self._thread.join(timeout_s)
             is_free = not self._thread.is_alive()
@@ -398,6 +403,8 @@ class Coordinator:
         except BaseException:  # the other ranks go on without this rank's part
             self._fail(HorovodInternalError("a meeting of the ranks was interrupted on this rank"))
             raise
+        if len(decision.left) == self.size:
+            self._execute.all_left(begun_ns)
         self._note(decision)
         return bool(decision.ready or decision.errors or decision.had_news)
 

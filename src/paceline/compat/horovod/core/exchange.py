@@ -59,9 +59,12 @@ class Exchange:
         self.group, self.rank, self.members = group, rank, list(members)
         self.size = len(self.members)
         self.launched_ns = 0
-        self._plain = unrecorded(group)
         self._waits = RecordedWaits(group) if isinstance(group, RecordedGroup) else None
         self._shares_gpu: bool | None = None  # unknown before the first tensor on a GPU
+
+    @property
+    def _plain(self) -> Any:
+        return unrecorded(self.group)
 
     def begin_wait(self) -> None:
         """Note that this thread begins to wait for an operation."""
@@ -327,29 +330,33 @@ class GroupMeetings:
     """Meetings by collectives of the process set's group, which are not recorded."""
 
     def __init__(self, group: Any) -> None:
-        self._group = unrecorded(group)
-        self._is_shared = isinstance(self._group, SharedMemoryGroup)
+        self._recorded = group
         self._bytes = bytearray()
         self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def _group(self) -> Any:
+        return unrecorded(self._recorded)
 
     def minimum(self, vector: bytearray) -> None:
         if len(vector) != len(self._bytes):
             self._bytes = bytearray(len(vector))
             self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._bytes[:] = vector
-        if not (self._is_shared and self._group.reduce_now(self._tensor, dist.ReduceOp.MIN)):
-            sent = exchangeable(self._tensor, self._group)
-            all_reduce(self._group, sent, dist.ReduceOp.MIN)
-            if sent is not self._tensor:
-                self._tensor.copy_(sent)
+        group = self._group
+        sent = exchangeable(self._tensor, group)
+        all_reduce(group, sent, dist.ReduceOp.MIN)
+        if sent is not self._tensor:
+            self._tensor.copy_(sent)
         vector[:] = self._bytes
 
     def gather(self, message: Message) -> list[Message]:
         return all_gather_objects(message, Message, self._group)
 
     def limit(self, seconds: float) -> None:
-        if self._is_shared:
-            self._group.timeout = seconds
+        group = self._group
+        if isinstance(group, SharedMemoryGroup):
+            group.timeout = seconds
 
     def abort(self) -> None:
         break_group = getattr(getattr(self._group, "kernel", None), "break_group", None)
@@ -375,7 +382,10 @@ def _all_reduce_options(op: Any) -> Any:
 
 
 def unrecorded(group: Any) -> Any:
-    """Return the group below the recording of collectives."""
+    """Return the group below the recording of collectives.
+
+    To be asked at each use: an experiment of ``paceline diagnose`` replaces it.
+    """
     return group.inner if isinstance(group, RecordedGroup) else group
 
 

@@ -84,6 +84,10 @@ class Executor:
     def end_wait(self) -> None:
         self.exchange.end_wait()
 
+    def all_left(self, since_ns: int) -> None:
+        self.exchange.launched_ns = since_ns
+        self.exchange.barrier()
+
     def prepare(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if operation.request.device != "cpu":
