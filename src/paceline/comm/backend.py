@@ -21,7 +21,10 @@ from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
 from .hosts.open_hierarchy import open_hierarchy
 from .members.membership import connect_gloo
+from .shared.c_kernel import CKernel
+from .shared.messages import Messages
 from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
+from .shared.torch_kernel import TorchKernel
 from .shared_memory_group import SharedMemoryGroup
 
 NAME = "paceline"
@@ -93,7 +96,12 @@ def over_memory(
     if kernel is None:
         return group, why
     update_all_headers(exchange=NAME)
-    return SharedMemoryGroup(group, kernel, seconds, _step), ""
+    messages = None
+    if isinstance(kernel, CKernel | TorchKernel):  # all ranks are on this node
+        ranks = list(names) or list(range(group.size()))
+        shared = PrefixStore("messages/", store)
+        messages = Messages(shared, group.rank(), ranks, kernel.is_alive, seconds, _step)
+    return SharedMemoryGroup(group, kernel, seconds, _step, messages), ""
 
 
 def _step() -> str:

@@ -1,7 +1,8 @@
 """A process group with collectives over shared memory, and over the network between hosts.
 
-Barriers and the supported collectives on CPU tensors run here. Everything else (other devices and
-dtypes, sends, gathers to one rank) is passed to ``inner``, PyTorch's group. The choice between the
+Barriers, the supported collectives on CPU tensors, and messages between ranks of one node run here.
+Everything else (other devices and dtypes, gathers to one rank) is passed to ``inner``, PyTorch's
+group. The choice between the
 two depends only on properties that are equal on all ranks.
 """
 
@@ -22,6 +23,7 @@ from .hosts.hierarchy import HierarchicalKernel
 from .shared.async_collectives import CollectiveThread, CompletedWork, PendingWork
 from .shared.c_kernel import CKernel
 from .shared.collective_calls import DTYPES, REDUCTIONS, ExchangeError
+from .shared.messages import Messages
 from .shared.torch_kernel import TorchKernel
 
 DTYPE_INDEX = {getattr(torch, name): at for at, name in enumerate(DTYPES)}
@@ -43,12 +45,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
     Attributes:
         inner: PyTorch's group, for everything that is not supported here.
         kernel: Implementation of the collectives.
-        timeout: Seconds that a rank waits for another one in a collective.
+        timeout: Seconds that a rank waits for another one in a collective or a receive.
         reduces_over_gloo: Whether ``allreduce`` of one tensor is passed to ``inner``
             (``allreduce_coalesced`` is not).
         instead_of_gloo: Whether the tuner (comm.tune), not the user, has requested this group.
 
-    The argument ``where`` returns the prefix of error messages (the step).
+    The argument ``where`` returns the prefix of error messages (the step), and ``messages`` sends
+    and receives between the ranks of one node.
     """
 
     def __init__(
@@ -57,10 +60,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         kernel: CKernel | TorchKernel | HierarchicalKernel,
         timeout: float,
         where: Callable[[], str] = str,
+        messages: Messages | None = None,
     ) -> None:
         # The stub knows only the constructor with a store.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.kernel, self.timeout, self._where = inner, kernel, timeout, where
+        self._messages = messages
         self._worker = CollectiveThread("paceline-exchange")
         self._one = threading.Lock()  # held during a collective: one at a time, from any thread
         self._pid = os.getpid()
@@ -172,6 +177,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.inner.barrier(*given, **options)
         return self._start(lambda: self.kernel.barrier(self.timeout), [], given)
 
+    def send(self, tensors: Any, peer: int, tag: int) -> dist.Work:
+        if self._messages is None or not _are_messages(tensors):
+            return self.inner.send(tensors, peer, tag)
+        self._check_process()
+        self._messages.send(tensors[0], peer, tag)
+        return CompletedWork(list(tensors))
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> dist.Work:
+        if self._messages is None or not _are_messages(tensors):
+            return self.inner.recv(tensors, peer, tag)
+        self._check_process()
+        return self._messages.receive(tensors[0], peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
+        if self._messages is None or not _are_messages(tensors):
+            return self.inner.recv_anysource(tensors, tag)
+        self._check_process()
+        return self._messages.receive(tensors[0], None, tag)
+
     def reduce_now(self, tensor: torch.Tensor, op: Any) -> bool:
         """All-reduce a tensor in place in this thread, with less overhead than ``allreduce``.
 
@@ -206,11 +230,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         It runs in the calling thread if the call is synchronous and no collective is pending, else
         in the worker thread.
         """
-        if self._pid != os.getpid():
-            raise RuntimeError(
-                "paceline: this process was forked from a rank and can't call its collectives. "
-                "HINT: call collectives in the rank, not in a worker of the DataLoader"
-            )
+        self._check_process()
         where = self._where()
 
         def named() -> None:
@@ -227,6 +247,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = PendingWork(named, result)
         self._worker.submit(work)
         return work
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                "paceline: this process was forked from a rank and can't call its collectives. "
+                "HINT: call collectives in the rank, not in a worker of the DataLoader"
+            )
 
     def _reduce(self, tensor: torch.Tensor, how: int) -> None:
         with _in_place(tensor) as flat:
@@ -322,6 +349,11 @@ def _reduction_index(given: tuple[Any, ...]) -> int | None:
     if not given or not hasattr(given[0], "reduceOp"):
         return None
     return REDUCTION_INDEX.get(getattr(given[0].reduceOp, "op", given[0].reduceOp))
+
+
+def _are_messages(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a send or receive runs here; sender and receiver decide alike."""
+    return all(one.device.type == "cpu" and one.layout == torch.strided for one in tensors)
 
 
 def _is_supported(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:

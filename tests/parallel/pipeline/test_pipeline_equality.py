@@ -34,6 +34,7 @@ SCRIPT = """
     def check_equal(name, model, one):
         expected = one.model.state_dict()
         for key, value in model.state_dict().items():
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
             torch.testing.assert_close(
                 value, expected[key], rtol=2e-4, atol=2e-6, msg=lambda m: f"{name}: {key}: {m}"
             )
@@ -119,6 +120,12 @@ def test_replicas_of_stages(script):
 @pytest.mark.long
 def test_replicas_with_parts_of_the_optimizer_states(script):
     check(script, "pp2 x zero1", "chain,tied,heads", "1f1b", 4, dp=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", ["zero2", "zero3"])
+def test_replicas_with_shards_of_parameters(script, zero):
+    check(script, f"pp2 x {zero}", "chain,tied,weighted,unet,heads", "1f1b,zero-bubble", 4, dp=2)
 
 
 @pytest.mark.long

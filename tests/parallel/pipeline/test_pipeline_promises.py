@@ -77,7 +77,7 @@ def test_one_training_moves_through_layouts_and_equals_one_process(folder):
     alone.mkdir()
     for name in (script.name, "pipelined_models.py"):
         shutil.copy(folder / name, alone)
-    ranks.run(alone / script.name, "data", 7, "out.pt", 0, ranks=1, launcher="python")
+    ranks.run(alone / script.name, "data", 8, "out.pt", 0, ranks=1, launcher="python")
     lines = []
     for epochs, layout, count in (
         (1, "pp2", 2),
@@ -85,8 +85,9 @@ def test_one_training_moves_through_layouts_and_equals_one_process(folder):
         (3, "pp4", 4),
         (4, "pp2 x dp2", 4),
         (5, "pp2 x zero1", 4),
-        (6, "pp2 x tp2", 4),
-        (7, "pp2", 2),
+        (6, "pp2 x zero3", 4),
+        (7, "pp2 x tp2", 4),
+        (8, "pp2", 2),
     ):
         report = f"paceline --json={folder}/{epochs}.json"
         done = ranks.run(script, layout, epochs, "out.pt", 0, ranks=count, launcher=report)
@@ -186,7 +187,7 @@ def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
             "tp with zero-bubble is not implemented yet. HINT: schedule=1f1b",
         ),
         ("pp2 x h2", "pp together with h is not implemented yet. HINT: layout='pp2'"),
-        ("pp2 x zero2", "pp together with zero2 is not implemented yet. HINT: zero1, which"),
+        ("pp2 x zero2/host", "pp together with shards on host is not implemented yet. HINT: zero2"),
         (
             "pp2 + recompute + schedule=zero-bubble",
             "zero-bubble is not implemented yet. HINT: sche",

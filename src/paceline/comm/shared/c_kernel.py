@@ -16,6 +16,7 @@ from .collective_calls import (
     rank_died_error,
     timeout_error,
 )
+from .memory import is_alive
 
 LIBRARY_PATH = Path(__file__).parent / "kernel.so"
 # other codes: ranks called different collectives
@@ -190,6 +191,10 @@ class CKernel:
 
     def barrier(self, timeout: float) -> None:
         self._check(self._library.paceline_barrier(self._comm, timeout), timeout)
+
+    def is_alive(self, rank: int) -> bool:
+        """Return whether the process of a rank lives."""
+        return rank == self.rank or is_alive(self._fd, rank)
 
     def close(self) -> None:
         """Release the memory and this rank's lock; the other ranks then see this rank as ended."""

@@ -6,6 +6,7 @@ namespace.
 """
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
@@ -14,6 +15,8 @@ import time
 from typing import Any
 
 SOCKET_NAME_KEY = "where"  # in the store
+MAX_PENDING_CONNECTIONS = 1024  # other processes of the host may connect as well
+_FLOCK_FORMAT = "hhqqi"
 MAX_WAIT_S = 1e6  # of one call: Python passes a socket's timeout on as 32 bits of milliseconds
 
 
@@ -51,7 +54,7 @@ def _create_and_send(store: Any, size: int, nbytes: int, deadline: float) -> int
             os.posix_fallocate(fd, 0, nbytes)  # fails here, not with a SIGBUS in a rank that writes
             listener = cleanup.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(f"\0{name}")
-            listener.listen(max(size, 1024))  # other processes of the host may connect as well
+            listener.listen(max(size, MAX_PENDING_CONNECTIONS))
         except OSError as error:
             store.set(SOCKET_NAME_KEY, f"!{error.strerror}")
             raise
@@ -107,3 +110,48 @@ def _peer_uid(connection: socket.socket) -> int:
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
     return int(struct.unpack("3i", credentials)[1])
+
+
+def listen_at(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """Return a socket that listens in the abstract namespace, and whose ``accept`` never waits."""
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        listener.bind(f"\0{address}")
+        listener.listen(MAX_PENDING_CONNECTIONS)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect_to(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """Return a connection to a process of the same user; raises OSError for another one."""
+    connection = socket.socket(socket.AF_UNIX, kind)
+    try:
+        connection.connect(f"\0{address}")
+        if _peer_uid(connection) != os.getuid():
+            raise OSError(None, f"its receiver runs as user {_peer_uid(connection)}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def accept_own_user(listener: socket.socket) -> socket.socket | None:
+    """Return a new connection; refuse those of other users. None where there is none."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return None
+        if _peer_uid(connection) == os.getuid():
+            return connection
+        connection.close()
+
+
+def is_alive(fd: int, rank: int) -> bool:
+    """Return whether the process of another rank lives: it holds the lock on its byte."""
+    request = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, 0, rank, 1, 0)
+    answer = struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(fd, fcntl.F_GETLK, request))
+    return bool(answer[0] != fcntl.F_UNLCK)

@@ -7,7 +7,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from .collective_calls import (
     rank_died_error,
     timeout_error,
 )
+from .memory import is_alive
 
 CACHE_LINE_BYTES = 64
 MAX_ELEMENT_BYTES = 8  # a slot holds an element for each rank
@@ -32,7 +32,6 @@ CALL_FIELDS = 5  # 64-bit words of a published call
 SPINS_BEFORE_SLEEP = 200
 SLEEP_S = 0.0005
 TORCH_DTYPES = [getattr(torch, name) for name in DTYPES]
-_FLOCK_FORMAT = "hhqqi"
 
 
 class TorchKernel:
@@ -195,15 +194,14 @@ class TorchKernel:
                 time.sleep(0 if checks < SPINS_BEFORE_SLEEP else SLEEP_S)
                 if checks % SPINS_BEFORE_SLEEP:
                     continue
-                if not self._is_alive(rank) and self._ended_phases[rank] < self._phase:
+                if not self.is_alive(rank) and self._ended_phases[rank] < self._phase:
                     raise rank_died_error(self._call, self._names[rank])
                 if self._timeout and time.monotonic() - start > self._timeout:
                     raise timeout_error(self._call, self._names[rank], self._timeout)
 
-    def _is_alive(self, rank: int) -> bool:
-        request = struct.pack(_FLOCK_FORMAT, fcntl.F_WRLCK, 0, rank, 1, 0)
-        answer = struct.unpack(_FLOCK_FORMAT, fcntl.fcntl(self._fd, fcntl.F_GETLK, request))
-        return rank == self.rank or answer[0] != fcntl.F_UNLCK
+    def is_alive(self, rank: int) -> bool:
+        """Return whether the process of a rank lives."""
+        return rank == self.rank or is_alive(self._fd, rank)
 
 
 def _chunks(nbytes: int, chunk_bytes: int) -> list[slice]:

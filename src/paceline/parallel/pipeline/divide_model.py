@@ -120,7 +120,8 @@ def _divide(
         return _Division(plain, "operations")
     measured = [replace(unit, activations=scale * unit.activations) for unit in measured]
     held = held_micro_batches(schedule, stages, _micro_batches(layout, stages))
-    memory = StageMemory(tensors, held, optimizer, request.mesh.data_size if layout.zero else 1)
+    shards = request.mesh.data_size if layout.zero else 1
+    memory = StageMemory(tensors, held, optimizer, shards, has_shards=layout.zero > 1)
     has_memory = virtual == stages and TENSOR not in request.mesh.shape
     return _best_division(measured, plain, names, memory, has_memory, request.device)
 
@@ -214,6 +215,11 @@ def _lines(
     elif division.nbytes:
         each = ", ".join(size_text(size) for size in division.nbytes)
         lines.append(f"pipeline: the stages need about {each} of memory")
+    if layout.zero > 1 and request.mesh.data_size > 1:
+        lines.append(
+            f"pipeline: zero{layout.zero} gathers the parameters of a stage once in a step, and "
+            "frees them at its end; gradients are scattered after the last micro-batch"
+        )
     norms = [name for name, one in module.named_modules() if isinstance(one, _BatchNorm)]
     if norms:
         more = f" and {counted(len(norms) - 1, 'other')}" if len(norms) > 1 else ""

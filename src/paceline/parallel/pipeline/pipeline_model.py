@@ -5,6 +5,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .execution.gradient_exchange import reduce_gradients
 from .execution.micro_batches import LossComparisons, check_count, samples_of, sizes_of, split
 from .execution.schedule_choice import AUTO, Candidate, ScheduleChoice, candidates_for
 from .execution.schedules import DEFAULT, MICRO_BATCHES_OF_STAGE
+from .execution.sharded_parameters import ShardedParameters
 from .execution.sharded_states import ShardedStates, owners_of
 from .executor import Batch, Executor
 from .kept_attributes import mark_kept
@@ -118,6 +120,7 @@ class PipelineModel(DistributedModel):
 
     Attributes:
         states: The optimizer's states in parts on the replicas (ZeRO-1); None: all on each.
+        sharded: Parameters and gradients in shards on them, too (ZeRO-2 and 3); None: all on each.
     """
 
     def __init__(
@@ -148,7 +151,10 @@ class PipelineModel(DistributedModel):
         self._syncs = self._is_first_step = True
         self._stages = mesh.shape[STAGE]
         self.states: ShardedStates | None = None
-        if layout.zero and mesh.data_size > 1 and optimizer is not None:
+        self.sharded: ShardedParameters | None = None
+        if layout.zero > 1 and mesh.data_size > 1:
+            self.sharded = ShardedParameters(module, optimizer, mesh, skeleton.device)
+        elif layout.zero and mesh.data_size > 1 and optimizer is not None:
             self.states = self._shard_states(optimizer)
         self._tie_groups = self._create_tie_groups()
         self._buffers = BufferSync(module, mesh.data_group)
@@ -174,7 +180,11 @@ class PipelineModel(DistributedModel):
         return self.module
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters())
+        return dict(self.module.named_parameters()) if self.sharded is None else self.sharded.shards
+
+    def _computed_with(self) -> dict[str, nn.Parameter]:
+        """Return the whole parameters, whose gradients a step computes."""
+        return self.parameters() if self.sharded is None else self.sharded.wholes
 
     def _tensor(self, name: str) -> torch.Tensor:
         owner, _, key = name.rpartition(".")
@@ -203,6 +213,14 @@ class PipelineModel(DistributedModel):
     def is_parted(self) -> bool:
         return True
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.sharded is not None
+
+    @property
+    def has_collective_forward(self) -> bool:
+        return self.sharded is not None  # also over the replicas, which gather parameters
+
     def is_first_copy(self, name: str) -> bool:
         ranks = self._ranks_of(name)
         return len(ranks) == self._stages or self.mesh.place[STAGE] == min(ranks)
@@ -222,7 +240,7 @@ class PipelineModel(DistributedModel):
 
     def _create_tie_groups(self) -> list[tuple[Any, list[nn.Parameter]]]:
         """Return the tied parameters of this rank with the groups of the ranks that hold them."""
-        own, found = self.parameters(), []
+        own, found = self._computed_with(), []
         names = {name for name, _ in self.skeleton.model.named_parameters()}
         for stages in sorted({tuple(sorted(self._ranks_of(name))) for name in names}):
             if len(stages) == 1:
@@ -404,7 +422,8 @@ class PipelineModel(DistributedModel):
             forwards_first=is_weighted,
             whole_targets=whole_targets,
         )
-        with step.backward(None):
+        gathered = nullcontext() if self.sharded is None else self.sharded.gathered()
+        with step.backward(None), gathered:
             tied = [p for _, of in self._tie_groups for p in of]
             before = [p.grad for p in tied]
             for parameter in tied:  # copies sum the gradients of this batch only
@@ -416,13 +435,19 @@ class PipelineModel(DistributedModel):
                 if gradient is not None:
                     own = parameter.grad
                     parameter.grad = gradient if own is None else gradient.add_(own)
-            if self._syncs and self.mesh.data_size > 1:
-                trained = [p for p in self.module.parameters() if p.requires_grad]
-                step.note_exchange(
-                    self.mesh.data_group, [p.grad for p in trained if p.grad is not None]
-                )
-                reduce_gradients(trained, self.mesh.data_group, self.mesh.data_size)
+            self._average_gradients(step)
         return mean
+
+    def _average_gradients(self, step: TrainingStep) -> None:
+        """Average gradients over the replicas: sharded ones after each batch of an accumulation."""
+        if self.mesh.data_size == 1 or not (self._syncs or self.sharded is not None):
+            return
+        trained = [p for p in self._computed_with().values() if p.requires_grad]
+        step.note_exchange(self.mesh.data_group, [p.grad for p in trained if p.grad is not None])
+        if self.sharded is not None:
+            self.sharded.reduce_gradients()
+        else:
+            reduce_gradients(trained, self.mesh.data_group, self.mesh.data_size)
 
     def _next_schedule(self, samples: int) -> Candidate:
         """Return the schedule and the number of micro-batches of a step."""
@@ -470,4 +495,5 @@ class PipelineModel(DistributedModel):
     def _evaluate(self, inputs: Any) -> Any:
         plan = self._plan(inputs)
         self._agree({0: plan}, [])
-        return tree_unflatten(self._executor.evaluate(inputs, plan), plan.spec)
+        with nullcontext() if self.sharded is None else self.sharded.gathered():
+            return tree_unflatten(self._executor.evaluate(inputs, plan), plan.spec)

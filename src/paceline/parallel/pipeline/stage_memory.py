@@ -16,6 +16,7 @@ class StageMemory:
         held: Micro-batches whose activations each stage holds at the same time.
         optimizer: None if the script has none.
         shards: Replicas of a stage that hold parts of the optimizer's states.
+        has_shards: Whether they hold shards of the parameters as well, beside the whole ones.
     """
 
     def __init__(
@@ -24,10 +25,11 @@ class StageMemory:
         held: Sequence[int],
         optimizer: Optimizer | None,
         shards: int = 1,
+        has_shards: bool = False,
     ) -> None:
         self._held = held
         # of a trained parameter: it, its gradient, its states
-        copies = 2 + _states(optimizer) / shards
+        copies = 2 + (_states(optimizer) + has_shards) / shards
         self._nbytes = {
             name: tensor.nbytes * (copies if tensor.requires_grad else 1)
             for name, tensor in tensors.items()

@@ -7,13 +7,14 @@ from torch.optim import Optimizer
 from ...cost.layout import Layout
 from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...optim.norms import GhostBatchNorm, GlobalBatchNorm
+from ..sharded.layouts import ShardingRequest
+from ..sharded.model_check import check_sharding
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from ..tensor.strategy import TensorParallel
 from .stage_runner import check_hooks
 
 PIPELINE_OPTIONS = ("balance",)
-_ZERO1 = "zero1, which shards the states of the optimizer over the replicas of each stage"
 _WHOLE_BATCH_NORMS = (nn.SyncBatchNorm, GlobalBatchNorm, GhostBatchNorm)
 
 
@@ -32,10 +33,9 @@ class Pipeline(ParallelStrategy):
         for name in ("d", "h", "w"):
             if layout.extents[name] != 1:
                 raise self._refused(f"pp together with {name}", layout)
-        if layout.zero > 1:
-            raise self._refused(f"pp together with zero{layout.zero}", layout, _ZERO1)
         if layout.zero and layout.shards not in (None, "job"):
-            raise self._refused(f"pp together with shards on {layout.shards}", layout, _ZERO1)
+            hint = f"zero{layout.zero}, over all replicas of each stage"
+            raise self._refused(f"pp together with shards on {layout.shards}", layout, hint)
         if layout.offload is not None:
             raise self._refused(f"offload={layout.offload!r}", layout)
         if layout.recompute == "auto":
@@ -85,6 +85,8 @@ class Pipeline(ParallelStrategy):
                 )
             self._tensor.check(model, optimizer)
         check_hooks(model)
+        if self.request.layout.zero > 1:
+            check_sharding(model, optimizer, ShardingRequest(self.request.layout))
         if not any(True for _ in model.parameters()):
             raise ValueError(
                 f"world.distribute: the {type(model).__name__} has no parameters to divide. HINT: "

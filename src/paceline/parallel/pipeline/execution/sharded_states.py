@@ -5,7 +5,7 @@ each of them updates whole parameters of its own, and sends them to the others.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...mesh import DATA, Mesh
-
-BUCKET_BYTES = 25 << 20
+from .buckets import buckets
 
 
 def owners_of(
@@ -88,7 +87,7 @@ class ShardedStates:
         self._restore(optimizer)
         ranks = self._mesh.ranks_along((DATA,))
         for rank, part in zip(ranks, self._parts, strict=True):
-            for bucket in _buckets(part):
+            for bucket in buckets(part):
                 flat = torch.cat([p.reshape(-1) for p in bucket])
                 dist.broadcast(flat, rank, self._group)
                 if rank != self._mesh.rank:
@@ -100,16 +99,3 @@ class ShardedStates:
         for group, params in zip(optimizer.param_groups, self._whole, strict=False):
             group["params"] = params
         self._whole = []
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of one dtype that follow each other, of at most BUCKET_BYTES if several."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        is_other = bool(bucket) and bucket[0].dtype != parameter.dtype
-        if bucket and (is_other or sum(p.nbytes for p in bucket) + parameter.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket

@@ -1,0 +1,181 @@
+"""ZeRO-2 and ZeRO-3 in a pipeline: the replicas of a stage hold shards of its parameters.
+
+A stage uses a parameter once in each micro-batch. So whole parameters are gathered before the first
+micro-batch of a step, and their gradients are reduced and scattered after the last one: once in a
+step each, where ``fully_shard`` would do both for each micro-batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from ...mesh import DATA, Mesh
+from ...sharded.optimizer_parameters import replace_parameters
+from .buckets import buckets
+
+# names of PyTorch 2.13 and of earlier ones
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of a stage.
+
+    Attributes:
+        whole: What the stage computes with; without memory between steps.
+        shard: What the optimizer holds: rows of it, as a DTensor.
+        shape: Shape of the whole one.
+        length: Elements of a shard, with the padding of the last ones.
+    """
+
+    whole: nn.Parameter
+    shard: nn.Parameter
+    shape: torch.Size
+    length: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.shape.numel() * self.dtype.itemsize)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        local: torch.Tensor = self.shard.detach().to_local()  # type: ignore[attr-defined]
+        return local
+
+
+class ShardedParameters:
+    """The parameters of a stage, whole in a step and an evaluation, and in shards between them.
+
+    The module has the shards as its parameters while they are not gathered.
+
+    Args:
+        module: What this rank has of the model.
+        optimizer: Its parameters are replaced by their shards.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, mesh: Mesh, device: torch.device
+    ) -> None:
+        self._group, self._ranks = mesh.data_group, mesh.data_size
+        self._mesh = mesh.device_mesh(device.type)[DATA]
+        self._by_name = {
+            name: self._sharded(parameter, mesh.data_rank)
+            for name, parameter in module.named_parameters()
+        }
+        by_id = {id(one.whole): one for one in self._by_name.values()}
+        self._places = [
+            (owner, key, by_id[id(parameter)])
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        self.shards = {name: one.shard for name, one in self._by_name.items()}
+        self.wholes = {name: one.whole for name, one in self._by_name.items()}
+        if optimizer is not None:
+            replace_parameters(
+                optimizer, {id(one.whole): one.shard for one in self._by_name.values()}
+            )
+        self._release()
+
+    def _sharded(self, whole: nn.Parameter, rank: int) -> ShardedParameter:
+        rows = -(-whole.size(0) // self._ranks)
+        own = whole.detach()[rank * rows : (rank + 1) * rows].clone()
+        shard = nn.Parameter(
+            self._as_shard(own, whole.shape, whole.stride()), requires_grad=whole.requires_grad
+        )
+        length = rows * whole.shape[1:].numel()
+        return ShardedParameter(whole, shard, whole.shape, length)
+
+    def _as_shard(self, own: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+        return DTensor.from_local(
+            own, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which the module has whole parameters. Collective over the replicas."""
+        self._gather()
+        try:
+            yield
+        finally:
+            self._release()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        for bucket in buckets(self._by_name.values()):
+            own = bucket[0].local.new_zeros(sum(one.length for one in bucket))
+            for one, part in zip(bucket, own.split([one.length for one in bucket]), strict=True):
+                part[: one.local.numel()] = one.local.reshape(-1)
+            every = own.new_empty(self._ranks * own.numel())
+            _all_gather(every, own, group=self._group)
+            columns = every.view(self._ranks, -1).split([one.length for one in bucket], dim=1)
+            for one, column in zip(bucket, columns, strict=True):
+                flat = column.reshape(-1)[: one.shape.numel()]
+                one.whole.data = flat.view(one.shape)
+        for owner, key, one in self._places:
+            setattr(owner, key, one.whole)  # recurrent layers note their weights when they are set
+
+    def _release(self) -> None:
+        for owner, key, one in self._places:
+            setattr(owner, key, one.shard)
+        for one in self._by_name.values():
+            one.whole.grad = None
+            one.whole.data = one.whole.detach().new_empty(0)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Add the mean of the replicas' gradients to those of the shards. Collective.
+
+        A parameter that no replica has used keeps no gradient.
+        """
+        trained = [one for one in self._by_name.values() if one.whole.requires_grad]
+        if not trained:
+            return
+        used = torch.tensor([one.whole.grad is not None for one in trained], dtype=torch.int32)
+        used = used.to(trained[0].device)
+        dist.all_reduce(used, group=self._group)
+        found = [one for one, count in zip(trained, used.tolist(), strict=True) if count]
+        for bucket in buckets(found):
+            lengths = [one.length for one in bucket]
+            rows = bucket[0].local.new_zeros(self._ranks, sum(lengths))
+            for one, column in zip(bucket, rows.split(lengths, dim=1), strict=True):
+                if one.whole.grad is not None:
+                    _fill(column, one.whole.grad.reshape(-1))
+                    one.whole.grad = None
+            mean = rows.new_empty(rows.size(1))
+            _reduce_scatter(mean, rows.view(-1), group=self._group)
+            mean /= self._ranks
+            for one, part in zip(bucket, mean.split(lengths), strict=True):
+                self._add(one, part[: one.local.numel()].view(one.local.shape))
+
+    def _add(self, one: ShardedParameter, gradient: torch.Tensor) -> None:
+        before: Any = one.shard.grad
+        if before is not None:
+            before.to_local().add_(gradient)
+            return
+        stride = one.shard.stride()
+        one.shard.grad = self._as_shard(gradient.clone(), one.shape, stride)
+
+
+def _fill(rows: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copy a vector into rows that are not contiguous, one after the other."""
+    full, rest = divmod(flat.numel(), rows.size(1))
+    rows[:full] = flat[: full * rows.size(1)].view(full, -1)
+    if rest:
+        rows[full, :rest] = flat[-rest:]
