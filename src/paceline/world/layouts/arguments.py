@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...cost.layout import HOST, Layout
+from ...knobs.layouts.pipelines import with_pipeline_settings
 from ...knobs.layouts.requested import requested_layout
 from ...parallel.distribute import strategies_for
 from ...parallel.memory.setup import ModelSetup
@@ -40,11 +41,18 @@ class LayoutArguments:
     def of_settings(self) -> "LayoutArguments":
         """Return the arguments with the layout of the settings (``paceline run --settings``).
 
-        What it does not have of the script's arguments is left out.
+        What it does not have of the script's arguments is left out. Settings of pipelines change
+        its options.
         """
         requested = requested_layout()
-        if requested is None:
-            return self
+        found = self if requested is None else self._in_place_of_script(requested)
+        layout = parse_layout(found.layout)
+        if layout is None:
+            return found
+        layout, options = with_pipeline_settings(layout, found.options)
+        return replace(found, layout=layout, options=options)
+
+    def _in_place_of_script(self, requested: Layout) -> "LayoutArguments":
         shards = bool(requested.zero)
         kind = "shards" if shards else "pipeline" if requested.pp != 1 else "replicas"
         has = [name for name in self.options if _kind_of_option(name) == kind]

@@ -24,6 +24,7 @@ from .buckets import buckets
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
 @dataclass(frozen=True)
 class ShardedParameter:
     """A parameter of a stage.
