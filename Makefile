@@ -183,6 +183,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layouts/pipeline_idle.py
 	$(BIN)/python benchmarks/layouts/pipeline_cases.py
 	$(BIN)/python benchmarks/layouts/pipeline_speed.py
+	$(BIN)/python benchmarks/layouts/pipeline_memory.py
 	$(BIN)/python benchmarks/data/loaders.py
 	$(BIN)/python benchmarks/data/loader_storage.py
 	$(BIN)/python benchmarks/data/packing.py

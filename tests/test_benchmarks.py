@@ -549,8 +549,14 @@ def test_pipeline_idle(tmp_path):
 
 def test_pipeline_speed(tmp_path):
     few = ("--schedules", "1f1b", "--micro-batches", "4", "--steps", "1", "--width", "32")
-    result = result_of("pipeline_speed", tmp_path / "speed.json", *few)
-    assert set(result["measurements"]) == {"one process", "1f1b 4"}
+    result = result_of("pipeline_speed", tmp_path / "speed.json", *few, "--layers", "4")
+    assert set(result["measurements"]) == {"one process", "both cores", "1f1b 4"}
+
+
+def test_pipeline_memory(tmp_path):
+    few = ("--models", "transformer", "--layouts", "pp2")
+    result = result_of("pipeline_memory", tmp_path / "memory.json", *few)
+    assert set(result["ratios"]) == {f"transformer, pp2, stage {n}" for n in range(2)}
 
 
 def test_pipeline_cases(tmp_path):

@@ -7,7 +7,6 @@ from .knob import Knob
 
 _INPUT = ("input", "input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth")
 _DIVIDES_LAYERS = r"\btp\d|\btp=|\.distribute\("
-_HAS_STAGES = r"\bpp\d|\bpp=|\.distribute\("
 _EVALUATES = r"\.eval\(\)|no_grad|inference_mode"
 
 EDITS: dict[str, Knob] = {
@@ -34,27 +33,6 @@ EDITS: dict[str, Knob] = {
         looks_for=_DIVIDES_LAYERS,
         costs="memory for a larger part of the divided layers on each rank; a larger global batch, "
         "or smaller batches of a rank",
-    ),
-    "micro-batches": Knob(
-        "a pipeline divides batches into more micro-batches",
-        ("pipeline-bubble",),
-        "{value}",
-        looks_for=_HAS_STAGES,
-        costs="smaller micro-batches use a core or a GPU less well; batch normalization normalizes "
-        "fewer samples",
-    ),
-    "pipeline-schedule": Knob(
-        "a pipeline has another schedule",
-        ("pipeline-bubble",),
-        "{value}",
-        looks_for=_HAS_STAGES,
-        costs="memory for the gradients of micro-batches whose parameters' part comes later",
-    ),
-    "pipeline-balance": Knob(
-        "modules of a pipeline move between its stages",
-        ("pipeline-bubble",),
-        "{value}",
-        looks_for=_HAS_STAGES,
     ),
     "rarer-validation": Knob(
         "validation runs half as often",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .value_types import Choice, LayoutText, Range, Switch
+from .value_types import Choice, LayoutText, ModuleNames, Range, Switch
 
 COMPUTING = "computing"  # not a cause: applies if no cause limits the training
 
@@ -30,7 +30,7 @@ class Knob:
     answers: tuple[str, ...]
     edit: str
     hook: str = ""
-    value: Range | Switch | Choice | LayoutText | None = None
+    value: Range | Switch | Choice | LayoutText | ModuleNames | None = None
     looks_for: str = ""
     costs: str = ""
     numbers: bool = False

@@ -5,11 +5,12 @@ A knob is set without an edit of the script if that is safe; otherwise the scrip
 them.
 """
 
+from ..cost.layout import SCHEDULES
 from .edits import EDITS
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
 from .sharded import SHARDED
-from .value_types import ON, Choice, LayoutText, Range
+from .value_types import ON, Choice, LayoutText, ModuleNames, Range
 
 # Each is a communication hook, and DDP accepts only one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
@@ -17,6 +18,7 @@ LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", 
 VARIABLE = "PACELINE_SETTINGS"  # passes knobs and their values to a rank, as JSON
 
 _LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
+_HAS_STAGES = r"\bpp\d|\bpp=|\.distribute\("
 
 KNOBS: dict[str, Knob] = {
     "loader-workers": Knob(
@@ -294,6 +296,33 @@ KNOBS: dict[str, Knob] = {
         LayoutText(),
         r"\bdistribute\(",
         "with a sharded layout, communication for parameters",
+    ),
+    "micro-batches": Knob(
+        "number of micro-batches into which a pipeline divides a batch",
+        ("pipeline-bubble",),
+        "set micro-batches={value} in the layout",
+        "knobs.layouts.pipelines:set_micro_batches",
+        Range(1, 4096),
+        _HAS_STAGES,
+        "smaller micro-batches use a core or a GPU less well; batch normalization normalizes "
+        "fewer samples",
+    ),
+    "pipeline-schedule": Knob(
+        "order of the forwards and backwards in a pipeline",
+        ("pipeline-bubble",),
+        "set schedule={value} in the layout, or schedule=auto, which measures it",
+        "knobs.layouts.pipelines:set_schedule",
+        Choice(SCHEDULES),
+        _HAS_STAGES,
+        "memory for the gradients of micro-batches whose parameters' part comes later",
+    ),
+    "pipeline-balance": Knob(
+        "names of the modules with which the stages of a pipeline after the first one begin",
+        ("pipeline-bubble",),
+        "world.distribute(model, optimizer, balance='{value}')",
+        "knobs.layouts.pipelines:set_balance",
+        ModuleNames(),
+        _HAS_STAGES,
     ),
     "sequence-split": Knob(
         "with a tensor axis, norms and dropout compute with parts of the tokens: reduce-scatters "

@@ -60,4 +60,15 @@ class LayoutText:
         return "a layout, such as 'zero3' or 'data + recompute'"
 
 
+@dataclass(frozen=True)
+class ModuleNames:
+    """Names of modules in one text, separated by commas."""
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, str) and all(name.strip() for name in value.split(","))
+
+    def __str__(self) -> str:
+        return "names of modules, such as 'layers.4, layers.9'"
+
+
 ON = Switch()

@@ -61,6 +61,7 @@ def split_sequence(e: Evidence, cause: Cause) -> Saving | None:
 
 DATA = "data"  # axis of the mesh whose ranks train different samples
 TENSOR = "tensor"
+ZERO_BUBBLE = "zero-bubble"
 
 
 def _figures(cause: Cause) -> PipelineFigures | None:
@@ -68,11 +69,11 @@ def _figures(cause: Cause) -> PipelineFigures | None:
     return PipelineFigures(**cause.evidence) if "stage_s" in cause.evidence else None
 
 
-def _saving(cause: Cause, one: PipelineFigures, edit: str, part: float, source: str) -> Saving:
+def _saving(cause: Cause, value: str | int, part: float, source: str) -> Saving:
     """Return a saving of a part of the bubble, which is at most all of it."""
     low, high = cause.interval
     part = min(max(part, 0.0), 1.0)
-    return Saving(edit, Interval(part * cause.share, part * low, part * high), source)
+    return Saving(value, Interval(part * cause.share, part * low, part * high), source)
 
 
 def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
@@ -85,8 +86,7 @@ def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
     if e.report.samples / e.steps / max(len(data_ranks), 1) < count:
         return None
     less = one.formula - idle_share(one.schedule, one.stages, count)
-    edit = f"set micro-batches={count} in the layout, in place of {one.micro_batches}"
-    return _saving(cause, one, edit, less / one.bubble, FORMULA)
+    return _saving(cause, count, less / one.bubble, FORMULA)
 
 
 def other_schedule(e: Evidence, cause: Cause) -> Saving | None:
@@ -94,13 +94,12 @@ def other_schedule(e: Evidence, cause: Cause) -> Saving | None:
     if any(TENSOR in place for place in e.report.mesh.values()):
         return None  # layouts with both are refused
     one = _figures(cause)
-    edit = "set schedule=zero-bubble in the layout, or schedule=auto, which measures it"
     if one is None:
-        return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), FORMULA)
-    if one.schedule == "zero-bubble":
+        return Saving(ZERO_BUBBLE, Interval(cause.share / 2, 0.0, cause.share), FORMULA)
+    if one.schedule == ZERO_BUBBLE:
         return None
-    less = one.formula - idle_share("zero-bubble", one.stages, one.micro_batches)
-    return _saving(cause, one, edit, less / one.bubble, FORMULA) if less > 0 else None
+    less = one.formula - idle_share(ZERO_BUBBLE, one.stages, one.micro_batches)
+    return _saving(cause, ZERO_BUBBLE, less / one.bubble, FORMULA) if less > 0 else None
 
 
 def other_balance(e: Evidence, cause: Cause) -> Saving | None:
@@ -110,8 +109,7 @@ def other_balance(e: Evidence, cause: Cause) -> Saving | None:
         return None
     longest, mean = max(one.stage_s), sum(one.stage_s) / len(one.stage_s)
     wait = 1 - mean / longest  # of the stages' time, because of their differences
-    edit = f"set balance={one.balance!r} of world.distribute"
-    return _saving(cause, one, edit, min(wait / one.bubble, 1.0) / 2, RECORD)
+    return _saving(cause, ", ".join(one.balance), min(wait / one.bubble, 1.0) / 2, RECORD)
 
 
 # Predict the saving of an edit of a line of the script, and describe the edit.

@@ -43,7 +43,9 @@ def test_the_bubble_is_named_beside_its_formula_with_remedies():
         "of 1f1b with 2 stages and 4 micro-batches"
     )
     assert found.keys() == {"micro-batches", "pipeline-schedule"}
-    assert "micro-batches=8 in the layout, in place of 4" in found["micro-batches"].edit
+    assert "micro-batches=8 in the layout" in found["micro-batches"].edit
+    assert found["micro-batches"].value == 8
+    assert all(one.settable for one in found.values())
     saved = 1 / 5 - 1 / 9
     assert found["micro-batches"].gain.mean == pytest.approx(saved / (1 - saved), rel=0.01)
     assert "schedule=zero-bubble" in found["pipeline-schedule"].edit
@@ -53,7 +55,7 @@ def test_the_stage_to_relieve_and_the_modules_to_move_are_named():
     uneven = replace(EVEN, bubble=0.5, stage_s=[0.06, 0.02], slowest=0, balance=["1"])
     (cause,), found = proposed(uneven)
     assert "and stage 0 computes longest" in cause.sentence
-    assert "balance=['1']" in found["pipeline-balance"].edit
+    assert "balance='1'" in found["pipeline-balance"].edit
 
 
 def test_what_can_not_help_is_not_proposed():

@@ -1,5 +1,6 @@
 """Pipelines together with other axes, on threads: each equals one process, or is refused."""
 
+import copy
 import functools
 
 import pipelined_models
@@ -7,6 +8,10 @@ import pytest
 import thread_ranks
 import torch
 from torch.distributed.tensor import DTensor
+
+from paceline.comm.members.exchange_objects import all_gather_objects
+from paceline.parallel.strategy.model_state import WholeModel
+from paceline.world.layouts.export_file import gather_stages
 
 CASES = ("tied", "heads", "chain", "unet")
 
@@ -92,7 +97,7 @@ def check(case, layout, ranks):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "resnet"])
 def test_stages_whose_layers_are_divided_over_the_tensor_axis(case):
     check(case, "pp2 x tp2 + micro-batches=4", 4)
 
@@ -111,6 +116,22 @@ def test_other_schedules_with_the_tensor_axis(layout):
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_in_shards_on_the_replicas_of_a_stage(case):
     check(case, "pp2 x zero3 + micro-batches=2", 4)
+
+
+def test_the_whole_model_is_gathered_from_shards():
+    def gathered(world):
+        torch.manual_seed(1)
+        model, _, _, _ = pipelined_models.CASES["tied"](2)
+        whole, state = WholeModel.of(model), copy.deepcopy(model.state_dict())
+        model = world.distribute(model, layout="pp2 x zero3")
+        distributed = next(one for one in world._training.models if one.called is model)
+        return gather_stages(distributed, whole, all_gather_objects), state
+
+    first, *others = thread_ranks.run(gathered, 4)
+    found, expected = first
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(value) for name, value in expected.items())
+    assert all(found == {} for found, _ in others)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])

@@ -70,7 +70,10 @@ def divide_model(
         keep_parameters(optimizer, module)
     if tensor is not None:
         model = tensor.apply(model, optimizer)
-    return PipelineModel(*(module, model, request, partition, skeleton, optimizer))
+    return PipelineModel(
+        *(module, model, request, partition, skeleton, optimizer),
+        predicted_bytes=division.nbytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,9 @@ def _divide(
     schedule, stages = layout.schedule or DEFAULT, request.mesh.shape[STAGE]
     given: Any = request.options.get("balance")
     is_measured = example is not None and given is None
-    begins = [given] if isinstance(given, str) and given != BY_OPERATIONS else given
-    begins = None if begins == BY_OPERATIONS else begins
+    begins = None if given == BY_OPERATIONS else given
+    if isinstance(begins, str):
+        begins = [name.strip() for name in begins.split(",")]
     tensors = tensors_by_name(module)
     names, virtual = list(tensors), stages * chunks_of(schedule)
     try:
@@ -119,9 +123,15 @@ def _divide(
     if measured is None:
         return _Division(plain, "operations")
     measured = [replace(unit, activations=scale * unit.activations) for unit in measured]
-    held = held_micro_batches(schedule, stages, _micro_batches(layout, stages))
-    shards = request.mesh.data_size if layout.zero else 1
-    memory = StageMemory(tensors, held, optimizer, shards, has_shards=layout.zero > 1)
+    count = _micro_batches(layout, stages)
+    memory = StageMemory(
+        tensors,
+        held_micro_batches(schedule, stages, count),
+        optimizer,
+        request.mesh.data_size if layout.zero else 1,
+        has_shards=layout.zero > 1 and request.mesh.data_size > 1,
+        outputs=scale * count * trace.output_bytes,
+    )
     has_memory = virtual == stages and TENSOR not in request.mesh.shape
     return _best_division(measured, plain, names, memory, has_memory, request.device)
 

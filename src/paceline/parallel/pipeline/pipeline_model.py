@@ -4,7 +4,7 @@ import copy
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -119,6 +119,7 @@ class PipelineModel(DistributedModel):
     """A model whose stages are on the ranks of the axis ``stage``, with replicas along ``data``.
 
     Attributes:
+        predicted_bytes: Memory that each stage needs; empty if it is not predicted.
         states: The optimizer's states in parts on the replicas (ZeRO-1); None: all on each.
         sharded: Parameters and gradients in shards on them, too (ZeRO-2 and 3); None: all on each.
     """
@@ -131,12 +132,14 @@ class PipelineModel(DistributedModel):
         partition: Partition,
         skeleton: Skeleton,
         optimizer: Optimizer | None = None,
+        predicted_bytes: Sequence[int] = (),
     ) -> None:
         super().__init__(module, inner)
         mesh, layout, say = request.mesh, request.layout, request.say
         self.mesh, self.partition, self.skeleton = mesh, partition, skeleton
         self.schedule = layout.schedule or DEFAULT
         self.micro_batches = layout.micro_batches
+        self.predicted_bytes = predicted_bytes
         self._has_example, self._say = request.example_inputs is not None, say
         self._called = PipelinedModule(module, self._evaluate)
         self._aliases = tensor_names(skeleton.model)

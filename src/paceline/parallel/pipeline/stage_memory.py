@@ -7,6 +7,9 @@ from torch.optim import SGD, Optimizer
 
 from .partition import Partition, Unit
 
+# of each micro-batch, put together, and an intermediate tensor of the loss
+COMPARED_OUTPUTS = 3
+
 
 class StageMemory:
     """The bytes that a stage needs: parameters, gradients, optimizer states and activations.
@@ -17,6 +20,7 @@ class StageMemory:
         optimizer: None if the script has none.
         shards: Replicas of a stage that hold parts of the optimizer's states.
         has_shards: Whether they hold shards of the parameters as well, beside the whole ones.
+        outputs: Bytes of the outputs of a whole batch, which the last stage has.
     """
 
     def __init__(
@@ -26,8 +30,9 @@ class StageMemory:
         optimizer: Optimizer | None,
         shards: int = 1,
         has_shards: bool = False,
+        outputs: float = 0.0,
     ) -> None:
-        self._held = held
+        self._held, self._outputs = held, outputs
         # of a trained parameter: it, its gradient, its states
         copies = 2 + (_states(optimizer) + has_shards) / shards
         self._nbytes = {
@@ -38,8 +43,11 @@ class StageMemory:
     def of(self, stage: int, units: Sequence[Unit]) -> int:
         """Return the predicted bytes of a stage with these units."""
         names = {name for unit in units for name in unit.tensors}
-        activations = sum(unit.activations for unit in units)
-        return int(sum(self._nbytes[n] for n in names) + self._held[stage] * activations)
+        needed = self._held[stage] * sum(unit.activations for unit in units)
+        if stage == len(self._held) - 1:
+            # all outputs are kept where the loss of a batch is compared with its micro-batches'
+            needed = max(needed + self._outputs, COMPARED_OUTPUTS * self._outputs)
+        return int(sum(self._nbytes[n] for n in names) + needed)
 
     def of_stages(self, partition: Partition) -> list[int]:
         """Return the predicted bytes of each stage."""

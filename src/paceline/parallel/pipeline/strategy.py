@@ -1,7 +1,6 @@
 """The strategy of pipelines: cut the model into stages, and leave one on each rank."""
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...cost.layout import Layout
@@ -78,11 +77,6 @@ class Pipeline(ParallelStrategy):
                     "a micro-batch. HINT: nn.BatchNorm2d with norm='local', or norm='group:8'"
                 )
         if self._tensor is not None:
-            norms = [name for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
-            if norms:
-                raise self._refused(
-                    f"batch normalization ({norms[0]}) with tp", self.request.layout
-                )
             self._tensor.check(model, optimizer)
         check_hooks(model)
         if self.request.layout.zero > 1:

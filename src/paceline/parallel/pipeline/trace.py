@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import linecache
+import math
 import random
 import sys
 import traceback
@@ -137,6 +138,13 @@ class Trace:
     changes: tuple[Change, ...]
     spec: TreeSpec
     leaves: tuple[Any, ...]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs."""
+        numbers = {one.key for one in self.leaves if isinstance(one, Ref) and one.kind == "value"}
+        outputs = [self.values[number] for number in numbers]
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
 
 
 class Skeleton:

@@ -162,13 +162,15 @@ def _requested_remedy(name: str, value: str, proposed: dict[str, Remedy]) -> Rem
 
 
 def _value(name: str, text: str) -> Any:
+    kind = KNOBS[name].value
+    assert kind is not None
+    if kind.fits(text):
+        return text
     try:
         value: Any = True if text == "true" else float(text)
     except ValueError:
         value = text
     value = int(value) if isinstance(value, float) and value.is_integer() else value
-    kind = KNOBS[name].value
-    assert kind is not None
     if not kind.fits(value):
         raise ValueError(
             f"--try {name}=VALUE must be {kind}; this is {text!r}. HINT: --try {name} uses the "

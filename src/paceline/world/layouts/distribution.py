@@ -15,6 +15,7 @@ from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.rehearsal.install import is_rehearsed
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import HOST, Layout
+from ...knobs.layouts.pipelines import with_pipeline_settings
 from ...knobs.layouts.requested import requested_layout
 from ...optim.norms import convert_norms
 from ...optim.whole_norms import local_part
@@ -176,11 +177,18 @@ class LayoutArguments:
     def of_settings(self) -> "LayoutArguments":
         """Return the arguments with the layout of the settings (``paceline run --settings``).
 
-        What it does not have of the script's arguments is left out.
+        What it does not have of the script's arguments is left out. Settings of pipelines change
+        its options.
         """
         requested = requested_layout()
-        if requested is None:
-            return self
+        found = self if requested is None else self._in_place_of_script(requested)
+        layout = parse_layout(found.layout)
+        if layout is None:
+            return found
+        layout, options = with_pipeline_settings(layout, found.options)
+        return replace(found, layout=layout, options=options)
+
+    def _in_place_of_script(self, requested: Layout) -> "LayoutArguments":
         shards = bool(requested.zero)
         kind = "shards" if shards else "pipeline" if requested.pp != 1 else "replicas"
         has = [name for name in self.options if _kind_of_option(name) == kind]

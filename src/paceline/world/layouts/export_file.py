@@ -90,8 +90,12 @@ def gather_stages(
         holder = next((at for at, of in enumerate(every) if name in of), None)
         if holder is None:
             continue  # no tensor
+        value = own.get(name)
+        if is_sharded(value):  # over the replicas of a stage, which all have the name
+            value = value.full_tensor()
         if rank == holder:
-            tensor = own[name].detach().contiguous().clone()
+            assert value is not None
+            tensor = value.detach().contiguous().clone()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, every[holder][name]), device=device)
         dist.broadcast(tensor, holder)

@@ -15,6 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ....optim.norms import next_factor
 from ....record.hooks.phases import UncopiedHook
+from ...tensor.rules.alignment import piece_at
+from ...tensor.split_tensor import SplitTensor, whole_outputs
+from ...tensor.splits import Split
 
 
 def is_deferred(model: nn.Module, name: str) -> bool:
@@ -70,8 +73,18 @@ class DeferredNorms:
             sums = self._sums[layer]
             if self._calls[layer] == len(sums):
                 sums.append(_Sums())
-            sums[self._calls[layer]].add(inputs[0])
+            sums[self._calls[layer]].add(_own_channels(layer, inputs[0]))
             self._calls[layer] += 1
+
+
+@torch.no_grad()
+def _own_channels(layer: _BatchNorm, values: torch.Tensor) -> torch.Tensor:
+    """Return the channels whose running statistics this rank of the tensor axis holds."""
+    running = layer.running_mean
+    if isinstance(running, SplitTensor):
+        return piece_at(values, 1, Split(1, running.division.blocks), running.axis)
+    whole: torch.Tensor = whole_outputs(values)
+    return whole
 
 
 class _Sums:
@@ -97,6 +110,7 @@ class _Sums:
     def update(self, layer: _BatchNorm) -> None:
         factor = next_factor(layer)
         variance = self.squares / max(self.count - 1, 1)
-        for running, new in ((layer.running_mean, self.mean), (layer.running_var, variance)):
+        for name, new in (("running_mean", self.mean), ("running_var", variance)):
+            running = layer._buffers[name]  # of this rank's channels
             if running is not None:
                 running.lerp_(new.to(running.dtype), factor)
