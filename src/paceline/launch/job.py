@@ -34,7 +34,6 @@ OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOA
 READ_AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONWARNINGS")
 MIN_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 8
 MIN_ADDRESS_SPACE_BYTES = 1 << 30  # of a process that has imported a CPU build of PyTorch
-DEFAULT_HANG_TIMEOUT_S = 300.0
 AUTO = "auto"  # bind ranks only if the cores are reserved for this job
 # Imported before the fork if the script imports them: they are slow to import and have no side
 # effects.
@@ -64,7 +63,7 @@ class Job:
             hardware threads, as it counts; None: unknown.
         port: Port of the ranks' store; 0: any free port.
         hang_timeout: Seconds without progress before the job is considered hung; 0: never. None:
-            DEFAULT_HANG_TIMEOUT_S, and the job is ended only if ranks wait in a collective that
+            300, and the job is ended only if ranks wait in a collective that
             can't complete.
         summary: File for the JSON summary, or None.
         record: Folder for the record, or None.

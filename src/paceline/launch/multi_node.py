@@ -22,7 +22,6 @@ from .monitor.live_records import LiveRecordServer
 from .options import LaunchOptions
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
-from .records.summary import print_summary
 from .recovery.discovery import HostDiscovery
 from .recovery.rejoin import JoiningHosts
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
@@ -38,6 +37,7 @@ from .remote.remote_host import HostTimeoutError, RemoteHost
 from .remote.start_agents import AgentConnections
 from .remote.start_commands import LaunchTool
 from .requeue import requeue
+from .summary import print_summary
 from .target import Target
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, 
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
-from .records.summary import print_summary
 from .requeue import requeue
+from .summary import print_summary
 
 if TYPE_CHECKING:
     from .guard.loss_guard import LossGuard

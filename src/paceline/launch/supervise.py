@@ -18,10 +18,10 @@ from .monitor.output import RankOutput
 from .ranks.elastic_agent import ElasticAgent
 from .ranks.host import Host
 from .ranks.rendezvous import Rendezvous
-from .records.summary import write_summary
 from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE
 from .script_source import uses_horovod
+from .summary import write_summary
 
 if TYPE_CHECKING:
     from .guard.loss_guard import LossGuard

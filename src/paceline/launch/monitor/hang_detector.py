@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...plurals import named_ranks
-from ..job import DEFAULT_HANG_TIMEOUT_S
 from ..job_end import JobEnd
 from .live_records import JobSnapshot, rank_of
 from .progress import ProgressReport
 
+DEFAULT_HANG_TIMEOUT_S = 300.0
 MAX_EVENTS_PER_RANK = 512
 HANG_EXIT_CODE = 124  # same exit code as timeout(1)
 _LONGEST_IDLE_FACTOR = 3.0  # times the longest idle interval so far: shorter intervals are normal

@@ -7,23 +7,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...security.files import InvalidFileError
-from ...security.outputs import write_output
-from ...security.schema import parse_json
-from ..requeue import STOPPED_EARLY_EXIT_CODE
+from ..security.files import InvalidFileError
+from ..security.outputs import write_output
+from ..security.schema import parse_json
+from .requeue import STOPPED_EARLY_EXIT_CODE
 
 if TYPE_CHECKING:
-    from ..guard.loss_guard import LossGuard
+    from .guard.loss_guard import LossGuard
 
 NO_FIGURES = "the job has no figures. HINT: --record DIR, or paceline.init() in the script"
 MAX_PARSED_SUMMARY_BYTES = 1 << 30
 
 
-# The result of the guard as JSON: the field ``guard`` of ``paceline run --json``.
-
-
 def guard_json(guard: "LossGuard | None") -> dict[str, Any] | None:
-    """Return the result; None without a guard, or if it has no reference."""
+    """Return the field ``guard`` of ``paceline run --json``; None without a reference."""
     if guard is None or guard.standard is None:
         return None
     band, axis = guard.standard.band, guard.standard.axis
@@ -58,10 +55,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-if TYPE_CHECKING:
-    from ..guard.loss_guard import LossGuard
-
-
 def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGuard | None") -> None:
     """Print the figures of a recorded run, unless it failed, and where its record is.
 
@@ -71,10 +64,10 @@ def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGua
         summary: File for the figures as JSON, or None.
         guard: The guard of the job, or None.
     """
-    from ...analyze.figures.report import analyse
-    from ...analyze.records.load_run import load_run
-    from ...report.terminal.run_report import render
-    from ...report.verdict.of_run import run_json
+    from ..analyze.figures.report import analyse
+    from ..analyze.records.load_run import load_run
+    from ..report.terminal.run_report import render
+    from ..report.verdict.of_run import run_json
 
     try:
         report = analyse(load_run(folder))
