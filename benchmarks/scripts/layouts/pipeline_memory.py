@@ -16,7 +16,7 @@ from memory_of_layouts import MODELS, Build
 import paceline
 from paceline.parallel.memory.measure import measure_growth
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
-from paceline.world.layouts.tensor_bytes import tensor_bytes
+from paceline.world.layouts.distribution import tensor_bytes
 
 MICRO_BATCHES = 4
 SAMPLES = 64  # of a batch: 16 of a micro-batch, which are computed to measure the costs

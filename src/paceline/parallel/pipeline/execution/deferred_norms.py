@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ....optim.norms import next_factor
 from ....record.hooks.phases import UncopiedHook
-from ...tensor.rules.alignment import piece_at
-from ...tensor.split_tensor import SplitTensor, whole_outputs
+from ...divided.divided_tensor import whole_outputs
+from ...tensor.split_tensor import SplitTensor, piece_at
 from ...tensor.splits import Split
 
 
