@@ -4,11 +4,11 @@ Batches come from DataLoaders, or from the iterators of ``keras.Model.fit`` with
 """
 
 import copy
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ..hooks import keras_training, taps
 from .observer import Observer
 
 MAX_CACHED_BATCHES = 8  # per dataset; they are returned in rotation
@@ -17,7 +17,7 @@ _LENGTH = "_paceline_length"  # and the number of its batches
 
 
 class CachedBatches:
-    """A patch of ``DataLoader`` that caches batches and later returns them from memory.
+    """A subscriber to ``DataLoader`` that caches batches and later returns them from memory.
 
     Batches are kept by the data that they are made of: the loader's dataset; of loaders that Keras
     makes anew for each epoch, what the script has passed to ``fit``.
@@ -45,15 +45,51 @@ class CachedBatches:
         self._batches: dict[int, tuple[Any, list[_Batch]]] = {}
         self._epoch_batches: Callable[[], Any] = _unknown  # of Keras' last iterator
 
-    def install(self, module: Any) -> None:
-        """Patch ``module``, which is ``torch.utils.data.dataloader``."""
-        iterator_class, loader_class = module._BaseDataLoaderIter, module.DataLoader
-        fetch, make_iterator = iterator_class.__next__, loader_class.__iter__
+    def install(self) -> None:
+        """Subscribe to the batches and iterators of loaders, and to Keras' epochs."""
+        taps.EPOCH.wrap(self._iterators)
+        taps.BATCH.wrap(self._fetches)
+        for module, kind in (
+            (keras_training.TORCH_TRAINER, "TorchEpochIterator"),
+            (keras_training.TENSORFLOW_TRAINER, "TFEpochIterator"),
+        ):
+            taps.Tap(module, f"{kind}.__init__").before(self._note_source)
+        loaders = taps.Tap(keras_training.TORCH_TRAINER, "TorchEpochIterator._get_iterator")
+        loaders.after(self._mark_loader)
+        keras_training.next_batch = self.next_of_model
 
+    def _iterators(self, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        class ReplayIterator(_BaseDataLoaderIter):
+            """Replaces an iterator whose workers would not be used."""
+
+            def __init__(self, loader: Any) -> None:
+                self._dataset, self._num_yielded = loader.dataset, 0
+                self._paceline_loader = loader
+
+            def __len__(self) -> int:
+                return len(self._paceline_loader)
+
+        def new_iterator(loader: Any) -> Any:
+            if self._is_replaying() and self._batches_of(_source(loader, loader.dataset)):
+                return ReplayIterator(loader)
+            start = time.perf_counter()
+            iterator = make(loader)
+            iterator._paceline_loader = loader
+            iterator._paceline_opening = time.perf_counter() - start
+            return iterator
+
+        self._make_iterator, self._replay_iterator = make, ReplayIterator
+        return new_iterator
+
+    def _fetches(self, fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(iterator: Any) -> Any:
             loader = iterator.__dict__.get("_paceline_loader")
-            without_workers = isinstance(iterator, ReplayIterator)
-            self._run_loader_only(iterator, fetch, lambda: make_iterator(loader), without_workers)
+            without_workers = isinstance(iterator, self._replay_iterator)
+            self._run_loader_only(
+                iterator, fetch, lambda: self._make_iterator(loader), without_workers
+            )
             source = _source(loader, iterator._dataset)
             batches = self._batches_of(source)
             if self._is_replaying() and batches:
@@ -70,57 +106,19 @@ class CachedBatches:
             self._keep(source, batches, batch)
             return batch
 
-        class ReplayIterator(iterator_class):  # type: ignore[misc, valid-type]
-            """Replaces an iterator whose workers would not be used."""
+        return next_batch
 
-            def __init__(self, loader: Any) -> None:
-                self._dataset, self._num_yielded = loader.dataset, 0
-                self._paceline_loader = loader
+    def _mark_loader(self, loader: Any, epoch: Any) -> None:
+        """Mark a loader that Keras makes for an epoch with PyTorch."""
+        if hasattr(loader, "dataset"):
+            setattr(loader, _SOURCE, getattr(epoch, _SOURCE, loader.dataset))
+            setattr(loader, _LENGTH, epoch.num_batches)
 
-            def __len__(self) -> int:
-                return len(self._paceline_loader)
-
-        def new_iterator(loader: Any) -> Any:
-            if self._is_replaying() and self._batches_of(_source(loader, loader.dataset)):
-                return ReplayIterator(loader)
-            start = time.perf_counter()
-            iterator = make_iterator(loader)
-            iterator._paceline_loader = loader
-            iterator._paceline_opening = time.perf_counter() - start
-            return iterator
-
-        iterator_class.__next__, loader_class.__iter__ = next_batch, new_iterator
-
-    def install_keras_torch(self, module: Any) -> None:
-        """Patch ``module``, Keras' trainer on PyTorch: mark the loaders that it makes."""
-        iterators = module.TorchEpochIterator
-        self._note_sources(iterators)
-        get = iterators._get_iterator
-
-        def get_loader(epoch: Any) -> Any:
-            loader = get(epoch)
-            if hasattr(loader, "dataset"):
-                setattr(loader, _SOURCE, getattr(epoch, _SOURCE, loader.dataset))
-                setattr(loader, _LENGTH, epoch.num_batches)
-            return loader
-
-        iterators._get_iterator = get_loader
-
-    def install_keras_tensorflow(self, module: Any) -> None:
-        """Patch ``module``, Keras' trainer on TensorFlow, whose steps call ``next_of_model``."""
-        self._note_sources(module.TFEpochIterator)
-
-    def _note_sources(self, iterators: Any) -> None:
-        make = iterators.__init__
-
-        @functools.wraps(make)
-        def init(epoch: Any, *args: Any, **kwargs: Any) -> None:
-            if "x" in kwargs:
-                setattr(epoch, _SOURCE, kwargs["x"])
-            make(epoch, *args, **kwargs)
-            self._epoch_batches = lambda: epoch.num_batches
-
-        iterators.__init__ = init
+    def _note_source(self, epoch: Any, *_: Any, **kwargs: Any) -> None:
+        """Note the data that Keras iterates over."""
+        if "x" in kwargs:
+            setattr(epoch, _SOURCE, kwargs["x"])
+        self._epoch_batches = lambda: epoch.num_batches
 
     def next_of_model(self, model: Any, iterator: Any) -> Any:
         """Return the next batch for a training step of a Keras model with TensorFlow."""

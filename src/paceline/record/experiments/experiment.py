@@ -4,7 +4,6 @@ The experiment patches the same functions of torch as the recorder. After the la
 ends at once: the rest of the script and its exit handlers do not run.
 """
 
-import functools
 import inspect
 import os
 import statistics
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..hooks import keras_training
+from ..hooks import taps
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
 from ..pending_value import PendingValue, is_capturing
@@ -108,16 +107,9 @@ class Experiment(ProtectedRun):
             self.recorder, self._file_opens, self._observer.gradient_addresses
         )
         self._lines.install()
-        after_import(
-            {
-                "torch.utils.data.dataloader": self._cached_batches.install,
-                keras_training.TORCH_TRAINER: self._cached_batches.install_keras_torch,
-                keras_training.TENSORFLOW_TRAINER: self._cached_batches.install_keras_tensorflow,
-            }
-        )
-        keras_training.next_batch = self._cached_batches.next_of_model
+        self._cached_batches.install()
         if self.rung.losses:
-            after_import({"torch": self._record_losses})
+            taps.on_loss(self._record_loss)
         super().install()
 
     def after_step(self) -> None:
@@ -195,7 +187,8 @@ class Experiment(ProtectedRun):
 
             used = self._observer.facts["used"][self._phase]
             waits = used["delayed"] / used["thread"] if used.get("thread") else 0.0
-            self._operators = OperatorRun(statistics.median(self._step_times), 1 + waits)
+            step_s = statistics.median(self._step_times)
+            self._operators = OperatorRun(self._observer.optimizers, step_s, 1 + waits)
             self._operators.start()
         except Exception as error:
             self._end_profile(f"{type(error).__name__}: {error}")
@@ -236,18 +229,10 @@ class Experiment(ProtectedRun):
             inspect.unwrap(torch.set_num_threads)(self._usual_threads)
         self._cached_batches.convert = None
 
-    def _record_losses(self, torch: Any) -> None:
-        """Note the losses: the scalars on which ``backward`` is called."""
-        backward = torch.Tensor.backward
-
-        @functools.wraps(backward)
-        def backward_and_record(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            is_loss = tensor.numel() == 1 and self.rung.measures(self.recorder.step)
-            if is_loss and not is_capturing():
-                self._losses.append(PendingValue(tensor))
-            return backward(tensor, *args, **kwargs)
-
-        torch.Tensor.backward = backward_and_record
+    def _record_loss(self, loss: Any) -> None:
+        is_measured = loss.numel() == 1 and self.rung.measures(self.recorder.step)
+        if is_measured and not is_capturing():
+            self._losses.append(PendingValue(loss))
 
     # The input
 

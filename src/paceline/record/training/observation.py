@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 import torch
 
 from ..hooks.hook_failures import failed_hooks, report_failure
+from ..hooks.taps import Function
 from .facts.ranks import RankFacts
 from .facts.samples import BatchFacts, Phase
 from .facts.steps import BackwardFacts
@@ -54,6 +55,7 @@ class Observation:
         self.pid = os.getpid()
         self.before_end: list[Callable[[], None]] = []
         self._thread = threading.main_thread().ident
+        self._running: set[str] = set()  # observations inside of whose calls the training is
 
     @property
     def step(self) -> int:
@@ -107,6 +109,49 @@ class Observation:
         folder.mkdir(parents=True, exist_ok=True)
         if not (self.is_empty and (folder / f"facts-{self.facts.rank}.json").exists()):
             write_facts(folder, self.facts)
+
+    def observed(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``guarded`` of a function, which does nothing while nothing is observed."""
+        guarded = self.guarded(hook, function)
+
+        def call(*args: Any, **options: Any) -> Any:
+            return guarded(*args, **options) if self.is_observed else None
+
+        return call
+
+    def outermost(
+        self,
+        hook: str,
+        before: Callable[..., Any] | None = None,
+        after: Callable[..., Any] | None = None,
+    ) -> Callable[[Function], Function]:
+        """Return what wraps the functions of taps, to observe their outermost calls.
+
+        Args:
+            hook: Names the observation. Calls inside of another one of the same name are left out.
+            before: Called before with the arguments.
+            after: Called after it with the result and the arguments.
+        """
+        begin, end = (f and self.guarded(hook, f) for f in (before, after))
+
+        def wrapper_of(function: Function) -> Function:
+            def call(*args: Any, **options: Any) -> Any:
+                if hook in self._running or not self.is_observed:
+                    return function(*args, **options)
+                if begin is not None:
+                    begin(*args, **options)
+                self._running.add(hook)
+                try:
+                    result = function(*args, **options)
+                finally:
+                    self._running.discard(hook)
+                if end is not None:
+                    end(result, *args, **options)
+                return result
+
+            return call
+
+        return wrapper_of
 
     def guarded(self, hook: str, function: Callable[_P, Any]) -> Callable[_P, Any]:
         """Return a function that observes, so that its exceptions are reported and not raised.

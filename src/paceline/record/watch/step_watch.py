@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..hooks import taps
 from ..hooks.hook_failures import failed_hooks, report_failure
-from ..hooks.import_hooks import after_import
 from ..pending_value import PendingValue, is_capturing
 from ..ring.launcher_messages import send_to_launcher
 from ..ring.recorder import Recorder
@@ -34,7 +34,6 @@ BITS_INTERVAL = 4  # steps between two checksums of the parameters, at least
 MAX_BITS_INTERVAL = 64
 BITS_COST = 0.02  # of the time of the steps between, at most
 _HOOK = "the guard"
-_in_backward = torch._C._current_graph_task_id
 
 
 @dataclass
@@ -95,13 +94,8 @@ class StepWatch:
 
     def install(self) -> None:
         """Hook torch's backward, gradient scaler and optimizers in this process."""
-        after_import(
-            {
-                "torch.autograd": self._patch_backward,
-                "torch.amp.grad_scaler": _patch_scaler,
-                "torch.optim.optimizer": self._patch_optimizers,
-            }
-        )
+        taps.on_loss(self._on_loss)
+        taps.on_step(before=self._before_step)
         atexit.register(self.flush)
 
     def note_loss(self, loss: Any) -> None:
@@ -207,23 +201,13 @@ class StepWatch:
 
     # Hooks
 
-    def _patch_backward(self, module: Any) -> None:
-        original = module._engine_run_backward
-
-        def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # torch.autograd.grad passes accumulate_grad=False; a nested backward recomputes
-            is_loss = not self.ignores_backward and kwargs.get("accumulate_grad", True)
-            if is_loss and len(tensors) == 1 and _HOOK not in failed_hooks and _in_backward() == -1:
-                try:
-                    self.note_loss(getattr(tensors[0], "_paceline_unscaled", tensors[0]))
-                except Exception as error:
-                    report_failure(_HOOK, error)
-            return original(tensors, *args, **kwargs)
-
-        module._engine_run_backward = run_backward
-
-    def _patch_optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_pre_hook(self._before_step)
+    def _on_loss(self, loss: torch.Tensor) -> None:
+        if self.ignores_backward or _HOOK in failed_hooks:
+            return
+        try:
+            self.note_loss(loss)
+        except Exception as error:
+            report_failure(_HOOK, error)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if _HOOK in failed_hooks or is_capturing():
@@ -253,19 +237,6 @@ def _total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     same = [norm.to(device=device, dtype=torch.float32) for norm in norms]
     total: torch.Tensor = torch.stack(same).norm()
     return total
-
-
-def _patch_scaler(module: Any) -> None:
-    """Remember the loss that a gradient scaler scales."""
-    original = module.GradScaler.scale
-
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
-            scaled._paceline_unscaled = outputs.detach()  # type: ignore[attr-defined]
-        return scaled
-
-    module.GradScaler.scale = scale
 
 
 def install(recorder: Recorder) -> None:

@@ -4,7 +4,6 @@ A worker samples its own main thread while the rank measures. It writes the sums
 job's folder when the measurement or the worker ends; the rank adds them to its profile.
 """
 
-import functools
 import mmap
 import os
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 from ....security.files import read_regular
 from ....security.schema import load_json
-from ...hooks.import_hooks import after_import
+from ...hooks.taps import Function, Tap
 from ...ring.recorder import Recorder
 from ...ring.resource_usage import FileOpenCounter
 from .activity import Described
@@ -43,7 +42,7 @@ class WorkerProfiles:
         self._flag[0] = value
 
     def install(self) -> None:
-        after_import({"torch.utils.data._utils.worker": self._patch})
+        Tap("torch.utils.data._utils.worker", "_worker_loop").wrap(self._profiled)
         os.register_at_fork(before=self.find_folder)  # a forked process has no ring
 
     def find_folder(self) -> None:
@@ -51,11 +50,9 @@ class WorkerProfiles:
         if (ring := self._recorder.path) is not None:
             self._folder, self._stem = ring.parent, ring.stem
 
-    def _patch(self, module: Any) -> None:
-        run = module._worker_loop
+    def _profiled(self, run: Function) -> Function:
         rank_pid = os.getpid()
 
-        @functools.wraps(run)
         def worker_loop(*args: Any, **kwargs: Any) -> Any:
             profile = None
             if os.getpid() != rank_pid and self._folder is not None:
@@ -67,7 +64,7 @@ class WorkerProfiles:
                 if profile is not None:
                     profile.end()
 
-        module._worker_loop = worker_loop
+        return worker_loop
 
     def file_of(self, pid: int) -> Path:
         assert self._folder is not None

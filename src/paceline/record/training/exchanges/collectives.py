@@ -1,12 +1,11 @@
 """Observe the collectives of the script."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...hooks.import_hooks import after_import
+from ...hooks.taps import Function, on_import, replace
 from ..facts.events import CollectiveFacts
 from ..observation import Observation
 from ..user_lines import is_called_by, user_line
@@ -28,20 +27,18 @@ class Collectives:
 
     def install(self) -> None:
         """Patch the methods of the recorder's process group."""
-        after_import({"torch.distributed.distributed_c10d": self._patch})
+        on_import("torch.distributed.distributed_c10d", self._patch)
 
     def _patch(self, module: Any) -> None:
         from ...hooks.collectives import METHODS, RecordedGroup
 
         for name in METHODS:
-            method = RecordedGroup.__dict__.get(name)
-            if method is not None:
-                setattr(RecordedGroup, name, self._observed(name, method))
+            if name in vars(RecordedGroup):
+                replace(RecordedGroup, name, functools.partial(self._observed, name))
 
-    def _observed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _observed(self, name: str, method: Function) -> Function:
         note = self._observation.guarded(_HOOK, self._note)
 
-        @functools.wraps(method)
         def call(group: Any, *args: Any, **options: Any) -> Any:
             # A recorder without a file measures the cost of recording.
             if not self._observation.is_over and group._recorder.path is not None:

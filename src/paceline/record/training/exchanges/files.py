@@ -1,13 +1,12 @@
 """Observe checkpoints: what the script saves and loads."""
 
 import functools
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ...hooks.import_hooks import after_import
+from ...hooks import taps
 from ..facts.events import FileFacts
 from ..facts.models import ModelFacts
 from ..facts.samples import Phase
@@ -21,16 +20,9 @@ MAX_FILES = 64
 MAX_KEYS = 200
 MAX_DEPTH = 4
 _RANDOM = ("rng", "random")  # parts of keys of generators' states
-_SAVES = {
-    "torch.serialization": ("save",),
-    "safetensors.torch": ("save_file",),
-    "torch.distributed.checkpoint": ("save", "async_save"),
-}
-_LOADS = {
-    "torch.serialization": ("load",),
-    "safetensors.torch": ("load_file",),
-    "torch.distributed.checkpoint": ("load",),
-}
+_SAVES = (taps.SAVE, taps.SAVE_TENSORS, taps.SHARED_SAVE, taps.SHARED_ASYNC_SAVE)
+_LOADS = (taps.LOAD, taps.LOAD_TENSORS, taps.SHARED_LOAD)
+_SHARED = (taps.SHARED_SAVE, taps.SHARED_ASYNC_SAVE, taps.SHARED_LOAD)  # by all ranks together
 
 
 class Files:
@@ -43,53 +35,26 @@ class Files:
 
     def __init__(self, observation: Observation, models: Models) -> None:
         self._observation, self._models = observation, models
-        self._is_inside = threading.local()
         # Rows by name of states that were loaded before any model was known.
         self._unresolved: list[tuple[FileFacts, dict[str, int]]] = []
 
     def install(self) -> None:
-        """Patch the functions that save and load."""
+        """Subscribe to the functions that save and load."""
         self._observation.before_end.append(self._resolve)
-        for module, names in _SAVES.items():
-            after_import({module: functools.partial(self._patch, names, True)})
-        for module, names in _LOADS.items():
-            after_import({module: functools.partial(self._patch, names, False)})
+        for tap in (*_SAVES, *_LOADS):
+            tap.wrap(self._observation.outermost(_HOOK, after=functools.partial(self._end, tap)))
 
-    def _patch(self, names: tuple[str, ...], is_save: bool, module: Any) -> None:
-        for name in names:
-            function = getattr(module, name, None)
-            if function is None:
-                continue
-            observed = self._observed(function, is_save, module.__name__)
-            setattr(module, name, observed)
-            if module.__name__ == "torch.serialization":
-                setattr(torch, name, observed)
+    def _end(self, tap: taps.Tap, result: Any, *args: Any, **options: Any) -> None:
+        """Note a call of a tap that has ended."""
+        is_save, is_shared = tap in _SAVES, tap in _SHARED
+        if is_save or is_shared:
+            path = _argument(args, options, 1, ("f", "filename", "checkpoint_id"))
+            content = _argument(args, options, 0, ("obj", "tensors", "state_dict"))
+        else:
+            path, content = _argument(args, options, 0, ("f", "filename")), result
+        self._note(content, path, is_save, is_shared)
 
-    def _observed(self, function: Callable[..., Any], is_save: bool, where: str) -> Any:
-        note = self._observation.guarded(_HOOK, self._note)
-        is_together = where == "torch.distributed.checkpoint"
-
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            if getattr(self._is_inside, "active", False) or not self._observation.is_observed:
-                return function(*args, **options)
-            self._is_inside.active = True
-            try:
-                result = function(*args, **options)
-            finally:
-                self._is_inside.active = False
-            if is_save or is_together:
-                path = _argument(args, options, 1, ("f", "filename", "checkpoint_id"))
-                content = _argument(args, options, 0, ("obj", "tensors", "state_dict"))
-            else:
-                path = _argument(args, options, 0, ("f", "filename"))
-                content = result
-            note(content, path, is_save, is_together)
-            return result
-
-        return call
-
-    def _note(self, content: Any, path: Any, is_save: bool, is_together: bool) -> None:
+    def _note(self, content: Any, path: Any, is_save: bool, is_shared: bool) -> None:
         facts = self._observation.facts
         if len(facts.files) >= MAX_FILES:
             self._observation.add_unseen(f"checkpoints after the first {MAX_FILES}")
@@ -103,7 +68,7 @@ class Files:
             pass_number=self._passes(),
             keys=_keys(content),
             contains=[],
-            is_distributed=is_together,
+            is_distributed=is_shared,
         )
         found: set[str] = set()
         self._look(content, file, found, 0)

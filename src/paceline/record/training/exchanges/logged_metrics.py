@@ -1,13 +1,12 @@
 """Observe the metrics that a LightningModule logs with ``self.log``."""
 
-import functools
 import inspect
 import math
 from typing import Any
 
 import torch
 
-from ...hooks.import_hooks import after_import
+from ...hooks.taps import Function, Tap
 from ..facts.events import MetricFacts
 from ..facts.samples import Phase
 from ..observation import Observation
@@ -29,22 +28,15 @@ class LoggedMetrics:
         self._observation = observation
 
     def install(self) -> None:
-        """Patch Lightning when the script imports it."""
-        after_import(dict.fromkeys(_MODULES, self._patch))
+        """Subscribe to Lightning's ``log``."""
+        self._guarded = self._observation.guarded(_HOOK, self._note)
+        for module in _MODULES:
+            Tap(module, "LightningModule.log").around(self._log)
 
-    def _patch(self, module: Any) -> None:
-        kind = module.LightningModule
-        log = kind.log
-        signature = inspect.signature(log)
-        note = self._observation.guarded(_HOOK, self._note)
-
-        @functools.wraps(log)
-        def observed(*args: Any, **options: Any) -> Any:
-            if self._observation.is_observed:
-                note(signature, args, options)
-            return log(*args, **options)
-
-        kind.log = observed
+    def _log(self, log: Function, *args: Any, **options: Any) -> Any:
+        if self._observation.is_observed:
+            self._guarded(inspect.signature(log), args, options)
+        return log(*args, **options)
 
     def _note(self, signature: inspect.Signature, args: Any, options: Any) -> None:
         metrics = self._observation.facts.metrics

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...hooks.import_hooks import after_import
+from ...hooks.taps import Tap
 from ..facts.events import OutputFacts
 from ..observation import Observation
 from ..user_lines import user_line
@@ -33,24 +33,12 @@ class Outputs:
             stream: Any = getattr(sys, name)
             if stream is not None:
                 stream.write = self._observed(name, stream.write)
-        after_import(dict.fromkeys(_WRITERS, self._patch_writer))
+        note = self._observation.observed(_HOOK, self._note_scalar)
+        for module in _WRITERS:
+            Tap(module, "SummaryWriter.add_scalar").before(note)
 
-    def _patch_writer(self, module: Any) -> None:
-        """Observe the scalars of TensorBoard."""
-        kind = module.SummaryWriter
-        add = kind.add_scalar
-        note = self._observation.guarded(_HOOK, self._note_scalar)
-
-        @functools.wraps(add)
-        def add_scalar(writer: Any, tag: Any, scalar_value: Any, *args: Any, **options: Any) -> Any:
-            if self._observation.is_observed:
-                note(tag, scalar_value)
-            return add(writer, tag, scalar_value, *args, **options)
-
-        kind.add_scalar = add_scalar
-
-    def _note_scalar(self, tag: Any, value: Any) -> None:
-        self._add([f"{tag}: {float(value):.6e}"])
+    def _note_scalar(self, _: Any, tag: Any, scalar_value: Any, *__: Any, **___: Any) -> None:
+        self._add([f"{tag}: {float(scalar_value):.6e}"])
 
     def _observed(self, name: str, write: Callable[[str], Any]) -> Callable[[str], Any]:
         note = self._observation.guarded(_HOOK, self._note)

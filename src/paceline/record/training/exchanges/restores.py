@@ -1,13 +1,10 @@
 """Observe where the script restores states of models, optimizers and schedules."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from ...hooks.taps import LOAD_MODEL, LOAD_OPTIMIZER, LOAD_SCHEDULE, Function
 from ..facts.events import RestoreFacts
 from ..observation import Observation
 from ..optimization.steps import Steps
@@ -27,33 +24,21 @@ class Restores:
 
     def __init__(self, observation: Observation, steps: Steps) -> None:
         self._observation, self._steps = observation, steps
-        self._is_inside = False
 
     def install(self) -> None:
-        """Patch ``load_state_dict``."""
-        kinds: dict[str, Any] = {
-            "model": nn.Module,
-            "optimizer": Optimizer,
-            "schedule": LRScheduler,
-        }
-        for what, kind in kinds.items():
-            kind.load_state_dict = self._observed(kind.__dict__["load_state_dict"], what)
+        """Subscribe to ``load_state_dict``."""
+        for what, tap in (
+            ("model", LOAD_MODEL),
+            ("optimizer", LOAD_OPTIMIZER),
+            ("schedule", LOAD_SCHEDULE),
+        ):
+            tap.wrap(self._observation.outermost(_HOOK, before=self._noting(what)))
 
-    def _observed(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        note = self._observation.guarded(_HOOK, self._note)
+    def _noting(self, what: str) -> Function:
+        def note(*args: Any, **options: Any) -> None:
+            self._note(args[0] if args else options.get("self"), what)  # torch passes it by keyword
 
-        @functools.wraps(function)
-        def load_state_dict(*args: Any, **options: Any) -> Any:
-            if self._is_inside or not self._observation.is_observed:
-                return function(*args, **options)
-            note(args[0] if args else options.get("self"), what)  # torch passes self by keyword
-            self._is_inside = True
-            try:
-                return function(*args, **options)
-            finally:
-                self._is_inside = False
-
-        return load_state_dict
+        return note
 
     def _note(self, owner: Any, what: str) -> None:
         facts = self._observation.facts

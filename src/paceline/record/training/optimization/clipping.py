@@ -1,6 +1,5 @@
 """Observe the calls that clip gradients."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...hooks.taps import Function
 from ..facts.steps import ClipFacts
 from ..observation import Observation
 from ..user_lines import user_line
@@ -38,37 +38,25 @@ class Clipping:
         found, self._clips = self._clips, []
         return found
 
-    def install(self, module: Any) -> None:
-        """Patch the functions of ``torch.nn.utils.clip_grad``."""
-        import torch.nn.utils as utils
-
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            clip = self._observed(getattr(module, name))
-            setattr(module, name, clip)
-            setattr(utils, name, clip)
-
-    def _observed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(self, function: Function, *args: Any, **options: Any) -> Any:
+        """Call a function that clips gradients, and note them before and afterwards."""
+        observation = self._observation
+        if not observation.is_observed:
+            return function(*args, **options)
         signature = inspect.signature(function)
         parameters_name, limit_name = list(signature.parameters)[:2]
-
-        @functools.wraps(function)
-        def clip(*args: Any, **options: Any) -> Any:
-            if not self._observation.is_observed:
-                return function(*args, **options)
-            call = signature.bind(*args, **options)
-            given, limit = call.arguments[parameters_name], call.arguments[limit_name]
-            listed = [given] if isinstance(given, torch.Tensor) else list(given)
-            call.arguments[parameters_name] = listed
-            if self._observation.guarded(_HOOK, self.skips)(listed):
-                call.arguments[limit_name] = math.inf
-                return function(*call.args, **call.kwargs)
-            note = self._observation.guarded(_HOOK, self._rows)
-            before = note(listed)
-            norm = function(*call.args, **call.kwargs)
-            self._observation.guarded(_HOOK, self._note)(before, note(listed), limit, norm)
-            return norm
-
-        return clip
+        call = signature.bind(*args, **options)
+        given, limit = call.arguments[parameters_name], call.arguments[limit_name]
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        call.arguments[parameters_name] = listed
+        if observation.guarded(_HOOK, self.skips)(listed):
+            call.arguments[limit_name] = math.inf
+            return function(*call.args, **call.kwargs)
+        note = observation.guarded(_HOOK, self._rows)
+        before = note(listed)
+        norm = function(*call.args, **call.kwargs)
+        observation.guarded(_HOOK, self._note)(before, note(listed), limit, norm)
+        return norm
 
     def _rows(self, parameters: list[torch.Tensor]) -> dict[str, int]:
         rows = {}

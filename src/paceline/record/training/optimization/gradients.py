@@ -1,6 +1,5 @@
 """Observe the gradients that this rank computes, before any exchange."""
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.phases import UncopiedHook
+from ...hooks.taps import Function, Tap
 from ..observation import Observation
 from ..user_lines import is_users_file, user_line
 from .shards import Shard, shard_of
@@ -45,11 +45,9 @@ class Gradients:
 
     def install(self) -> None:
         """Observe gradients also before the hooks that the script registers."""
-        register = self._register
         note = self._observation.guarded(_HOOK, self._before_users_hook)
 
-        @functools.wraps(register)
-        def register_hook(tensor: Any, hook: Callable[..., Any]) -> Any:
+        def register_hook(register: Function, tensor: Any, hook: Callable[..., Any]) -> Any:
             if not (tensor.is_leaf and tensor.requires_grad and self._observation.is_observed):
                 return register(tensor, hook)
             note(tensor)
@@ -59,17 +57,16 @@ class Gradients:
                 self.hook(tensor)
             return handle
 
-        kind: Any = torch.Tensor
-        kind.register_hook = register_hook
-        add = kind.register_post_accumulate_grad_hook
+        def noting_lines(add: Function) -> Function:
+            def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[..., Any]) -> Any:
+                if is_users_file(sys._getframe(1).f_code.co_filename):
+                    self._later_hooks[tensor] = user_line()
+                return add(tensor, hook)
 
-        @functools.wraps(add)
-        def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[..., Any]) -> Any:
-            if is_users_file(sys._getframe(1).f_code.co_filename):
-                self._later_hooks[tensor] = user_line()
-            return add(tensor, hook)
+            return register_post_accumulate_grad_hook
 
-        kind.register_post_accumulate_grad_hook = register_post_accumulate_grad_hook
+        Tap("torch", "Tensor.register_hook").around(register_hook)
+        Tap("torch", "Tensor.register_post_accumulate_grad_hook").wrap(noting_lines)
 
     def _name(self, parameter: Any) -> str | None:
         return self._name_of(parameter) or self.loose.get(parameter)

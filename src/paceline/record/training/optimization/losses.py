@@ -1,12 +1,11 @@
 """Observe loss functions: the value of the last one before a backward."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
+from ...hooks.taps import Tap
 from ..observation import Observation
 from .models import Model
 
@@ -36,34 +35,15 @@ class Losses:
 
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
-        self._is_inside = False
 
     def install(self) -> None:
-        """Patch the functions; the loss modules of torch call them."""
+        """Subscribe to the functions; the loss modules of torch call them."""
         for name, has_indices in LOSSES.items():
-            function = getattr(functional, name, None)
-            if function is not None:
-                setattr(functional, name, self._observed(function, has_indices))
+            note = functools.partial(self._note, has_indices)
+            tap = Tap("torch.nn.functional", name, is_optional=True, is_traced=True)
+            tap.wrap(self._observation.outermost(_HOOK, after=note))
 
-    def _observed(self, function: Callable[..., Any], has_indices: bool) -> Callable[..., Any]:
-        note = self._observation.guarded(_HOOK, self._note)
-
-        @functools.wraps(function)
-        def loss(*args: Any, **options: Any) -> Any:
-            if self._is_inside or not self._observation.is_observed:
-                return function(*args, **options)
-            self._is_inside = True
-            try:
-                value = function(*args, **options)
-            finally:
-                self._is_inside = False
-            note(value, args, options, has_indices)
-            return value
-
-        loss._torchdynamo_inline = function  # type: ignore[attr-defined]
-        return loss
-
-    def _note(self, value: Any, args: Any, options: dict[str, Any], has_indices: bool) -> None:
+    def _note(self, has_indices: bool, value: Any, *args: Any, **options: Any) -> None:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return
         observation = self._observation

@@ -1,6 +1,5 @@
 """Observe models: their parameters, their forwards, and the gradients that this rank computes."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...hooks.import_hooks import after_import
+from ...hooks import taps
 from ..facts.models import FLAT, ModelFacts, ParameterFacts
 from ..facts.samples import Phase
 from ..observation import Observation
@@ -85,10 +84,18 @@ class Models:
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary()  # has parameters, by module
 
     def install(self) -> None:
-        """Patch the calls of modules and the construction of wrappers."""
+        """Subscribe to the calls of modules and the construction of wrappers."""
         nn.modules.module.register_module_module_registration_hook(self._note_parent)
-        original = nn.Module.__call__
+        taps.wrap_forwards(self._forwards)
+        guarded = self._observation.guarded
+        taps.REPLICA.before(guarded(_HOOK, self._note_ddp))
+        taps.NO_SYNC.before(guarded(_HOOK, self._note_no_sync))
+        taps.REPLICA_HOOK.before(
+            lambda replica, *_, **__: self.note_exchange_hook(replica, user_line())
+        )
+        self.gradients.install()
 
+    def _forwards(self, original: taps.Function) -> taps.Function:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             # A backward may repeat forwards of parts (activation checkpointing).
             ignores = self.is_inside or self._observation.backward is not None
@@ -96,41 +103,7 @@ class Models:
                 return original(module, *args, **kwargs)
             return self._forward(module, original, args, kwargs)
 
-        functools.update_wrapper(call, original)
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-
-        def known_to_dynamo(module: Any) -> None:
-            if hasattr(module, "unpatched_nn_module_call"):
-                module.unpatched_nn_module_call = call
-
-        after_import(
-            {
-                "torch._dynamo.utils": known_to_dynamo,
-                "torch._dynamo.variables.nn_module": known_to_dynamo,
-            }
-        )
-        kind: Any = DistributedDataParallel
-        make, leave, add_hook = kind.__init__, kind.no_sync, kind.register_comm_hook
-        note = self._observation.guarded(_HOOK, self._note_ddp)
-
-        @functools.wraps(make)
-        def init(wrapper: Any, module: Any, *args: Any, **options: Any) -> None:
-            note(wrapper, module)
-            make(wrapper, module, *args, **options)
-
-        @functools.wraps(leave)
-        def no_sync(wrapper: Any) -> Any:
-            self._observation.guarded(_HOOK, self._note_no_sync)(wrapper)
-            return leave(wrapper)
-
-        @functools.wraps(add_hook)
-        def register_comm_hook(wrapper: Any, *args: Any, **options: Any) -> Any:
-            self.note_exchange_hook(wrapper, user_line())
-            return add_hook(wrapper, *args, **options)
-
-        kind.__init__, kind.no_sync = init, no_sync
-        kind.register_comm_hook = register_comm_hook
-        self.gradients.install()
+        return call
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return "MODEL KEY/NAME" of a parameter; None if it is of no model."""
@@ -301,7 +274,7 @@ class Models:
             return None
         return self._observation.rows.add(shard.values, shard.offset)
 
-    def _note_ddp(self, wrapper: Any, module: nn.Module) -> None:
+    def _note_ddp(self, wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         line = user_line()
         self._wrapping_lines[wrapper] = line
         self.note_wrapping(module, line)

@@ -1,13 +1,12 @@
 """Observe learning-rate schedulers and gradient scalers."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import lr_scheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...hooks.import_hooks import after_import
+from ...hooks.taps import SCALER, UPDATE_SCALE, replace
 from ..facts.models import StateFacts
 from ..facts.steps import SCHEDULE_END, OptimizerFacts, ScheduleFacts
 from ..observation import Observation
@@ -39,57 +38,23 @@ class Schedules:
         self._observation, self._steps = observation, steps
         self._schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._lines: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of scalers
-        self._is_inside = False
 
     def install(self) -> None:
-        """Patch the schedulers of torch, and the gradient scaler."""
+        """Subscribe to the schedulers of torch, and the gradient scaler."""
         base: Any = lr_scheduler.LRScheduler
-        base.__init__ = self._made(base.__init__)
-        kinds = [one for one in vars(lr_scheduler).values() if isinstance(one, type)]
-        for kind in kinds:
+        made = self._observation.outermost(_HOOK, after=self._note_schedule)
+        stepped = self._observation.outermost(_HOOK, after=self._note_step)
+        for kind in [one for one in vars(lr_scheduler).values() if isinstance(one, type)]:
             if issubclass(kind, base):
-                self._patch_kind(kind, is_base=kind is base)
-        after_import({"torch.amp.grad_scaler": self._patch_scaler})
+                if kind is base or ("__init__" in vars(kind) and not _calls_base(kind)):
+                    replace(kind, "__init__", made)
+                if "step" in vars(kind):
+                    replace(kind, "step", stepped)
+        SCALER.after(self._observation.guarded(_HOOK, self._note_scaler))
+        UPDATE_SCALE.after(self._observation.observed(_HOOK, self._note_update))
 
-    def _patch_kind(self, kind: Any, is_base: bool) -> None:
-        if not is_base and "__init__" in vars(kind) and not _calls_base(kind):
-            kind.__init__ = self._made(kind.__init__)
-        if "step" in vars(kind):
-            kind.step = self._stepped(kind.step)
-
-    def _made(self, init: Callable[..., None]) -> Callable[..., None]:
-        note = self._observation.guarded(_HOOK, self._note_schedule)
-
-        @functools.wraps(init)
-        def make(schedule: Any, *args: Any, **options: Any) -> None:
-            was_inside, self._is_inside = self._is_inside, True
-            try:
-                init(schedule, *args, **options)
-            finally:
-                self._is_inside = was_inside
-            note(schedule)
-
-        return make
-
-    def _stepped(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        note = self._observation.guarded(_HOOK, self._note_step)
-
-        @functools.wraps(step)
-        def stepped(schedule: Any, *args: Any, **options: Any) -> Any:
-            if self._is_inside or not self._observation.is_observed:
-                return step(schedule, *args, **options)
-            self._is_inside = True
-            try:
-                result = step(schedule, *args, **options)
-            finally:
-                self._is_inside = False
-            note(schedule)
-            return result
-
-        return stepped
-
-    def _note_schedule(self, schedule: Any) -> None:
-        if schedule in self._schedules or not self._observation.is_observed:
+    def _note_schedule(self, _: None, schedule: Any, *__: Any, **___: Any) -> None:
+        if schedule in self._schedules:
             return
         optimizer = self._steps.optimizers.get(getattr(schedule, "optimizer", None) or schedule)
         facts = ScheduleFacts(
@@ -101,7 +66,7 @@ class Schedules:
         self._schedules[schedule] = facts
         self._observation.facts.schedules.append(facts)
 
-    def _note_step(self, schedule: Any) -> None:
+    def _note_step(self, _: Any, schedule: Any, *__: Any, **___: Any) -> None:
         facts = self._schedules.get(schedule)
         if facts is None:
             return
@@ -152,32 +117,11 @@ class Schedules:
 
     # Gradient scalers
 
-    def _patch_scaler(self, module: Any) -> None:
-        kind = module.GradScaler
-        make, update = kind.__init__, kind.update
-        guarded = self._observation.guarded
-        note_line = guarded(_HOOK, self._note_scaler)
-        note = guarded(_HOOK, self._note_update)
-
-        @functools.wraps(make)
-        def init(scaler: Any, *args: Any, **options: Any) -> None:
-            make(scaler, *args, **options)
-            note_line(scaler)
-
-        @functools.wraps(update)
-        def updated(scaler: Any, *args: Any, **options: Any) -> Any:
-            result = update(scaler, *args, **options)
-            if self._observation.is_observed:
-                note(scaler)
-            return result
-
-        kind.__init__, kind.update = init, updated
-
-    def _note_scaler(self, scaler: Any) -> None:
+    def _note_scaler(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
         self._lines[scaler] = user_line()
         self._add_scaler(scaler, "")
 
-    def _note_update(self, scaler: Any) -> None:
+    def _note_update(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
         self._add_scaler(scaler, user_line())
 
     def _add_scaler(self, scaler: Any, changed_by: str) -> None:

@@ -1,21 +1,16 @@
 """Observe backwards, clipping, gradient scalers and the steps of optimizers."""
 
-import functools
 import math
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...hooks.import_hooks import after_import
+from ...hooks import taps
+from ...hooks.training_loop import is_stepping
 from ..facts.samples import Phase
 from ..facts.steps import BackwardFacts, OptimizerFacts, StepFacts
 from ..observation import Observation
@@ -63,47 +58,26 @@ class Steps:
         self.is_held: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        """Patch torch's functions."""
-        module: Any = torch.autograd
-        guarded = self._observation.guarded
-        run = module._engine_run_backward
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            observation = self._observation
-            if observation.backward is not None or not observation.is_observed:
-                return run(*args, **kwargs)
-            is_returned = not kwargs.get("accumulate_grad")
-            if is_returned and not guarded(_BACKWARD, self._are_of_training)(args):
-                return run(*args, **kwargs)
-            return self._run_backward(run, args, kwargs, is_returned)
-
-        module._engine_run_backward = run_backward
-        register_optimizer_step_pre_hook(self._if_observed(guarded(_STEP, self._before)))
-        register_optimizer_step_post_hook(self._after_hook)
-        kind: Any = Optimizer
-        make, note = kind.__init__, guarded(_STEP, self._note_optimizer)
-
-        @functools.wraps(make)
-        def init(optimizer: Any, *args: Any, **options: Any) -> None:
-            make(optimizer, *args, **options)
-            note(optimizer)
-
-        kind.__init__ = init
-        after_import(
-            {
-                "torch.nn.utils.clip_grad": self.clipping.install,
-                "torch.amp.grad_scaler": self._patch_scaler,
-            }
-        )
-
-    def _if_observed(self, function: Callable[..., Any]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            if self._observation.is_observed:
-                function(*args)
-
-        return call
+        """Subscribe to backwards, optimizers and gradient scalers."""
+        observation = self._observation
+        taps.BACKWARD.around(self._observed_backward)
+        taps.on_step(observation.observed(_STEP, self._before), self._after_hook)
+        taps.OPTIMIZER.after(observation.guarded(_STEP, self._note_made))
+        for tap in taps.CLIPPING:
+            tap.around(self.clipping.clip)
+        taps.SCALE_LOSS.after(observation.observed(_SCALER, self._note_scale))
+        taps.SCALED_STEP.around(self._scaled_step)
 
     # Backwards
+
+    def _observed_backward(self, run: taps.Function, *args: Any, **kwargs: Any) -> Any:
+        observation = self._observation
+        if observation.backward is not None or not observation.is_observed:
+            return run(*args, **kwargs)
+        is_returned = not kwargs.get("accumulate_grad")
+        if is_returned and not observation.guarded(_BACKWARD, self._are_of_training)(args):
+            return run(*args, **kwargs)
+        return self._run_backward(run, args, kwargs, is_returned)
 
     def _are_of_training(self, args: Any) -> bool:
         """Return whether ``torch.autograd.grad`` computes gradients that an optimizer may use.
@@ -173,6 +147,9 @@ class Steps:
 
     # Optimizers
 
+    def _note_made(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        self._note_optimizer(optimizer)
+
     def _note_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers or not self._observation.is_observed:
             return
@@ -224,7 +201,7 @@ class Steps:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         running = self._running()
-        if running is not None and (running is not optimizer) and _is_stepping(running):
+        if running is not None and (running is not optimizer) and is_stepping(running):
             return  # an optimizer inside another one's step
         if self.is_held() or is_called_by(_MAKES_STATES):
             self._running, self._step = (lambda: None), None
@@ -314,36 +291,23 @@ class Steps:
 
     # Gradient scalers
 
-    def _patch_scaler(self, module: Any) -> None:
-        kind = module.GradScaler
-        scale, step = kind.scale, kind.step
-        note = self._observation.guarded(_SCALER, self._note_scale)
+    def _scaled_step(
+        self, step: taps.Function, scaler: Any, optimizer: Any, *args: Any, **options: Any
+    ) -> Any:
+        observation = self._observation
+        if not observation.is_observed:
+            return step(scaler, optimizer, *args, **options)
+        self._step_scale = observation.guarded(_SCALER, _scale_of)(scaler)
+        steps = observation.step
+        try:
+            result = step(scaler, optimizer, *args, **options)
+        finally:
+            self._step_scale = None
+        if observation.step == steps and observation.is_observed:
+            observation.guarded(_SCALER, self._note_skipped)(scaler, optimizer)
+        return result
 
-        @functools.wraps(scale)
-        def scale_loss(scaler: Any, outputs: Any) -> Any:
-            scaled = scale(scaler, outputs)
-            if self._observation.is_observed:
-                note(scaler)
-            return scaled
-
-        @functools.wraps(step)
-        def scaled_step(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-            if not self._observation.is_observed:
-                return step(scaler, optimizer, *args, **options)
-            guarded = self._observation.guarded
-            self._step_scale = guarded(_SCALER, _scale_of)(scaler)
-            steps = self._observation.step
-            try:
-                result = step(scaler, optimizer, *args, **options)
-            finally:
-                self._step_scale = None
-            if self._observation.step == steps and self._observation.is_observed:
-                guarded(_SCALER, self._note_skipped)(scaler, optimizer)
-            return result
-
-        kind.scale, kind.step = scale_loss, scaled_step
-
-    def _note_scale(self, scaler: Any) -> None:
+    def _note_scale(self, _: Any, scaler: Any, *__: Any) -> None:
         self._observation.scale = _scale_of(scaler)
 
     def _note_skipped(self, scaler: Any, optimizer: Any) -> None:
@@ -365,13 +329,3 @@ def momentum_of(group: dict[str, Any]) -> float:
 
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
-
-
-def _is_stepping(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step is on this thread's stack (it may have raised)."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name in ("wrapper", "step") and frame.f_locals.get("self") is optimizer:
-            return True
-    return False

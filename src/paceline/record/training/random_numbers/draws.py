@@ -2,15 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import fetch as torch_fetch
 
+from ...hooks.taps import Function, Tap
 from ..facts.events import DrawFacts
 from ..generators import function_states, generator_states, owned_states, script_states
 from ..observation import Observation
@@ -53,30 +52,25 @@ class Draws:
         self._passes = self._fetched = 0
 
     def install(self) -> None:
-        """Patch the fetchers, and hook the first parameter that is registered."""
+        """Subscribe to the fetchers, and to the first parameter that is registered."""
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
-            kind = getattr(torch_fetch, name)
-            kind.fetch = self._observed(kind.fetch)
+            Tap("torch.utils.data._utils.fetch", f"{name}.fetch").around(self._fetch)
         parameters: Any = nn.modules.module
         parameters.register_module_parameter_registration_hook(self._note_construction)
         self._observation.before_end += [self._end_loop, self._read_workers]
 
-    def _observed(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+    def _fetch(self, fetch: Function, fetcher: Any, index: Any) -> Any:
         guarded = self._observation.guarded
-
-        def observed(fetcher: Any, index: Any) -> Any:
-            if self._observation.is_over:
-                return fetch(fetcher, index)
-            before = guarded(_HOOK, self._begin_fetch)(fetcher)
-            try:
-                result = fetch(fetcher, index)
-            finally:
-                guarded(_HOOK, self._lines.stop)()
-            if before is not None:
-                guarded(_HOOK, self._note_fetch)(fetcher, before)
-            return result
-
-        return observed
+        if self._observation.is_over:
+            return fetch(fetcher, index)
+        before = guarded(_HOOK, self._begin_fetch)(fetcher)
+        try:
+            result = fetch(fetcher, index)
+        finally:
+            guarded(_HOOK, self._lines.stop)()
+        if before is not None:
+            guarded(_HOOK, self._note_fetch)(fetcher, before)
+        return result
 
     def _begin_fetch(self, fetcher: Any) -> dict[str, int]:
         opened = self._loaders.fetching

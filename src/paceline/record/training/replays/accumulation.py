@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...hooks.taps import on_step
 from ..facts.ranks import RankFacts
 from ..facts.steps import BackwardFacts
 from ..observation import Observation
@@ -72,7 +72,7 @@ class Accumulation:
         self._steps.weight = self._weight
         self._steps.is_held = lambda: self._is_held
         self._steps.clipping.skips = self._skips_clipping
-        register_optimizer_step_pre_hook(self._before_step)
+        on_step(before=self._before_step)
 
     def add_part(self, place: Place, part: Part) -> None:
         """Note which part of which batch a loader returns next, at a place of this run."""

@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from ...hooks.batch_size import samples_in
+from ...hooks.taps import LOADER_LENGTH, Function
 from ..facts.ranks import RankFacts
 from ..facts.samples import BatchFacts, LoaderFacts, Phase
 from ..facts_file import read_facts
@@ -50,14 +49,12 @@ class Evaluations:
 
         Scripts divide sums of losses by this number.
         """
-        kind: Any = DataLoader
-        length = kind.__len__
 
-        def len_of(loader: Any) -> int:
+        def len_of(length: Function, loader: Any) -> int:
             found = self._length_on_ranks(loader)
             return int(length(loader)) if found is None else found
 
-        kind.__len__ = len_of
+        LOADER_LENGTH.around(len_of)
 
     def _length_on_ranks(self, loader: Any) -> int | None:
         """Return the number of batches of a rank's pass; None if it is not known."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...hooks.taps import on_step
 from ..facts.events import OperatorFacts
 from ..observation import Observation
 from ..user_lines import user_line
@@ -39,7 +39,7 @@ class OperatorTrace:
     def install(self) -> None:
         """Register hooks for the first forward and the first step."""
         nn.modules.module.register_module_forward_pre_hook(self._begin)
-        register_optimizer_step_pre_hook(self._stop)
+        on_step(before=self._stop)
 
     # Not guarded: within Observation.guarded, modes are switched off.
 

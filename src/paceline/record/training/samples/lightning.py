@@ -4,10 +4,9 @@ A shortened pass ends before that length. The loop is told so with the last batc
 validates and ends the epoch as after a whole one.
 """
 
-import functools
 from typing import Any
 
-from ...hooks.import_hooks import after_import
+from ...hooks.taps import Function, Tap
 from ..observation import Observation
 from .loaders import Loaders
 
@@ -26,47 +25,29 @@ class LightningEpochs:
         self._observation, self._loaders = observation, loaders
 
     def install(self) -> None:
-        """Patch Lightning when the script imports it."""
-        after_import(
-            {
-                f"{package}.loops.{name}": patch
-                for package in _PACKAGES
-                for name, patch in (
-                    ("fetchers", self._patch_fetchers),
-                    ("training_epoch_loop", self._patch_epochs),
-                )
-            }
-        )
+        """Subscribe to Lightning's loops."""
+        for package in _PACKAGES:
+            Tap(f"{package}.loops.fetchers", "_DataFetcher.__next__").after(self._note_batch)
+            loop = f"{package}.loops.training_epoch_loop"
+            Tap(loop, "_TrainingEpochLoop._should_check_val_fx").around(self._validates)
 
-    def _patch_fetchers(self, module: Any) -> None:
-        kind = module._DataFetcher
-        fetch = kind.__next__
+    @property
+    def _is_end(self) -> bool:
+        return self._observation.is_observed and self._loaders.has_ended_early
 
-        @functools.wraps(fetch)
-        def next_batch(fetcher: Any) -> Any:
-            batch = fetch(fetcher)
-            if self._observation.is_observed and self._loaders.has_ended_early:
-                fetcher.done = True
-            return batch
+    def _note_batch(self, _: Any, fetcher: Any) -> None:
+        if self._is_end:
+            fetcher.done = True
 
-        kind.__next__ = next_batch
-
-    def _patch_epochs(self, module: Any) -> None:
-        kind = module._TrainingEpochLoop
-        check = kind._should_check_val_fx
-
-        @functools.wraps(check)
-        def should_validate(loop: Any, fetcher: Any) -> bool:
-            trainer = loop.trainer
-            is_end = self._observation.is_observed and self._loaders.has_ended_early
-            interval = trainer.val_check_batch
-            if not (is_end and fetcher.done) or interval in (None, float("inf")):
-                return bool(check(loop, fetcher))
-            is_epoch = trainer.check_val_every_n_epoch is not None
-            trainer.val_check_batch = (loop.batch_idx if is_epoch else loop.total_batch_idx) + 1
-            try:
-                return bool(check(loop, fetcher))
-            finally:
-                trainer.val_check_batch = interval
-
-        kind._should_check_val_fx = should_validate
+    def _validates(self, check: Function, loop: Any, fetcher: Any) -> bool:
+        """Return whether the loop validates after this batch."""
+        trainer, is_end = loop.trainer, self._is_end
+        interval = trainer.val_check_batch
+        if not (is_end and fetcher.done) or interval in (None, float("inf")):
+            return bool(check(loop, fetcher))
+        is_epoch = trainer.check_val_every_n_epoch is not None
+        trainer.val_check_batch = (loop.batch_idx if is_epoch else loop.total_batch_idx) + 1
+        try:
+            return bool(check(loop, fetcher))
+        finally:
+            trainer.val_check_batch = interval

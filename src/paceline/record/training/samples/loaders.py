@@ -1,15 +1,15 @@
 """Observe the passes and batches of DataLoaders, and shorten passes where that is safe."""
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Subset
-from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data import IterableDataset, Subset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...hooks import taps
 from ...hooks.batch_size import samples_in
+from ...hooks.taps import Tap
 from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..generators import kept_generators
 from ..observation import Observation
@@ -57,55 +57,39 @@ class Loaders:
         self.on_batch: list[Callable[[OpenPass, int, Any], None]] = []
 
     def install(self) -> None:
-        """Patch ``DataLoader``."""
-        kind: Any = DataLoader
-        iterator_kind: Any = torch_dataloader._BaseDataLoaderIter
-        init, make = kind.__init__, kind.__iter__
-        fetch, next_index = iterator_kind.__next__, iterator_kind._next_index
-        note = self._observation.guarded(_HOOK, self._note_loader)
-        subset_kind: Any = Subset
-        split, note_split = subset_kind.__init__, self._observation.guarded(_HOOK, self._note_split)
-
-        @functools.wraps(split)
-        def new_subset(subset: Any, *args: Any, **options: Any) -> None:
-            split(subset, *args, **options)
-            note_split(subset)
-
-        subset_kind.__init__ = new_subset
-
-        @functools.wraps(init)
-        def new(loader: Any, *args: Any, **options: Any) -> None:
-            init(loader, *args, **options)
-            note(loader)
-
-        def new_iterator(loader: Any) -> Any:
-            if not self._observation.is_observed or self._fetches:
-                return make(loader)
-            return self._begin(loader, make)
-
-        def next_batch(iterator: Any) -> Any:
-            if not self._observation.is_observed or self._fetches:
-                return fetch(iterator)
-            return self.fetch(iterator, fetch)
-
-        def index(iterator: Any) -> Any:
-            found = self.opening or self._passes.get(iterator)
-            if found is None or not self._observation.is_observed:
-                return next_index(iterator)
-            return self._next_index(iterator, found, next_index)
-
-        kind.__init__, kind.__iter__ = new, new_iterator
-        iterator_kind.__next__, iterator_kind._next_index = next_batch, index
+        """Subscribe to ``DataLoader`` and ``Subset``."""
+        guarded = self._observation.guarded
+        Tap("torch.utils.data.dataset", "Subset.__init__").after(guarded(_HOOK, self._note_split))
+        taps.LOADER.after(guarded(_HOOK, self._note_loader))
+        taps.EPOCH.around(self._new_iterator)
+        taps.BATCH.around(self._next_batch)
+        taps.BATCH_INDEX.around(self._index)
         self._observation.before_end.append(self.close)
 
-    def _note_loader(self, loader: Any) -> None:
+    def _new_iterator(self, make: Callable[[Any], Any], loader: Any) -> Any:
+        if not self._observation.is_observed or self._fetches:
+            return make(loader)
+        return self._begin(loader, make)
+
+    def _next_batch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+        if not self._observation.is_observed or self._fetches:
+            return fetch(iterator)
+        return self.fetch(iterator, fetch)
+
+    def _index(self, next_index: Callable[[Any], Any], iterator: Any) -> Any:
+        found = self.opening or self._passes.get(iterator)
+        if found is None or not self._observation.is_observed:
+            return next_index(iterator)
+        return self._next_index(iterator, found, next_index)
+
+    def _note_loader(self, _: None, loader: Any, *__: Any, **___: Any) -> None:
         self._lines[loader] = user_line()
 
     def line_of(self, loader: Any) -> str:
         """Return the line that made a loader; "" if it is not known."""
         return str(self._lines.get(loader, ""))
 
-    def _note_split(self, subset: Any) -> None:
+    def _note_split(self, _: None, subset: Any, *__: Any, **___: Any) -> None:
         self._splits[subset] = user_line()
 
     def facts_of(self, loader: Any) -> LoaderFacts:
