@@ -181,7 +181,7 @@ RIGHT_REMOVALS = {
     "data/sources/formats/lmdbs.py": {"(path / 'lock.mdb').unlink"},  # in a private folder
     "launch/monitor/rank_stacks.py": {"path.unlink"},  # in the job's folder
     "record/attach.py": {"note.unlink"},  # in the job's folder
-    "record/experiments/lines/worker_profile.py": {"path.unlink"},  # in the job's folder
+    "record/experiments/lines/rank_profile.py": {"path.unlink"},  # in the job's folder
     "record/experiments/protected_run.py": {"folder.parent.rmdir"},  # removes an empty folder only
     "record/ring/ring.py": {"path.unlink", "self.path.unlink"},  # in the job's folder
     "study/environment/check_packed.py": {"part.unlink"},  # a random name

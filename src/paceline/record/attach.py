@@ -95,7 +95,7 @@ def _observe_training() -> Any:
     if settings is None:
         return None
     from .training.observe import TrainingObserver
-    from .training.run_folder import check_folder
+    from .training.settings import check_folder
 
     check_folder(settings)
     observer = TrainingObserver(settings)

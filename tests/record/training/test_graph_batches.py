@@ -12,12 +12,11 @@ from paceline.record.hooks.batch_size import samples_in
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import BatchFacts
 from paceline.record.training.generators import saved_generators
-from paceline.record.training.replays.accumulation import Part
 from paceline.record.training.replays.joined_batches import collate_again, select_samples
-from paceline.record.training.replays.replay import Replay
+from paceline.record.training.replays.replay import Part, Replay
 from paceline.record.training.replays.stored_run import batch_path
 from paceline.record.training.samples.contents import sample_checksums
-from paceline.record.training.samples.open_pass import OpenPass
+from paceline.record.training.samples.loaders import OpenPass
 
 
 class Graphs:

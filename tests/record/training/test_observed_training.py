@@ -14,7 +14,7 @@ from paceline.analyze.verification.steps import joint_steps
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import Phase
 from paceline.record.training.facts_file import read_facts
-from paceline.record.training.samples.loader_parts import dataset_of
+from paceline.record.training.samples.loaders import dataset_of
 from paceline.record.training.settings import VARIABLE, VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 

@@ -8,8 +8,7 @@ import torch
 
 from paceline.record.training import expressions, user_lines
 from paceline.record.training.expressions import Scope, UnknownValueError, value_of
-from paceline.record.training.optimization.own_schedules import own_schedule
-from paceline.record.training.optimization.schedules import _lengths, end_of, peak_of
+from paceline.record.training.optimization.schedules import _lengths, end_of, own_schedule, peak_of
 from paceline.record.training.samples.contents import describe_root
 from paceline.record.training.samples.sampler_lines import stream_lines
 

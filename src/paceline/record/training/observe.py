@@ -10,31 +10,22 @@ from typing import Any, NoReturn
 from ..experiments.protect_files import KEPT_FILES_HINT, FileProtection
 from ..experiments.survey_end import SurveyEnd
 from ..ring.launcher_messages import notify, send_to_launcher
-from .exchanges.collectives import Collectives
-from .exchanges.files import Files
-from .exchanges.logged_metrics import LoggedMetrics
-from .exchanges.outputs import Outputs
-from .exchanges.restores import Restores
+from .checkpoints import Files, Restores
 from .facts.steps import StepFacts
 from .observation import Observation
-from .optimization.losses import Losses
 from .optimization.models import Models
 from .optimization.schedules import Schedules
 from .optimization.sharded import ShardedModels
-from .optimization.steps import Steps
-from .random_numbers.draws import Draws
-from .random_numbers.seeds import Seeds
+from .optimization.steps import Losses, Steps
+from .outputs import Collectives, LoggedMetrics, Outputs
+from .random_draws import Draws, Seeds
 from .replays.operator_trace import OperatorTrace
 from .replays.replay import Replay
 from .replays.stored_run import StoredRun
 from .samples.inputs import Inputs
-from .samples.lightning import LightningEpochs
-from .samples.loaders import Loaders
+from .samples.loaders import LightningEpochs, Loaders
 from .settings import VerifySettings
-from .states.averages import Averages
-from .states.change_lines import ChangeLines
-from .states.norms import Norms
-from .states.own_tensors import OwnTensors
+from .states_of_script import Averages, ChangeLines, Norms, OwnTensors
 
 WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 
 from ..hooks.error_messages import is_internal_file, is_library_file
-from ..ring.frame_lines import code_line
+from ..ring.stack_sampler import code_line
 
 # Libraries that pass a loader's batches on. A loop over what they return is one over the loader.
 _PASSING = ("/accelerate/data_loader.py", "/tqdm/", "/torch/utils/data/")

@@ -12,8 +12,7 @@ from pathlib import Path
 from ...launch.job import Job, check, preloads
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts_file import read_facts
-from ...record.training.run_folder import NOT_SHARED
-from ...record.training.settings import VARIABLE, VerifySettings
+from ...record.training.settings import NOT_SHARED, VARIABLE, VerifySettings
 from ...record.training.user_lines import is_users_file, place
 from ...report.numbers import elapsed
 from ...security.files import open_regular

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...hooks.sharded.whole_gradients import whole_gradient
+from ...hooks.sharded.block_labels import whole_gradient
 from ...hooks.taps import Tap
 from ..observation import Observation
 from ..user_lines import user_line

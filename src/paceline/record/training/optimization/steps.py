@@ -1,5 +1,7 @@
-"""Observe backwards, clipping, gradient scalers and the steps of optimizers."""
+"""Observe losses, backwards, clipping, gradient scalers and the steps of optimizers."""
 
+import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -10,14 +12,157 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks import taps
+from ...hooks.taps import Function, Tap
 from ...hooks.training_loop import is_stepping
+from ..facts.ranks import RankFacts
 from ..facts.samples import Phase
-from ..facts.steps import BackwardFacts, OptimizerFacts, StepFacts
+from ..facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
 from ..observation import Observation
 from ..user_lines import is_called_by, user_line
-from .backward_batches import share_batches
-from .clipping import Clipping
-from .models import Models
+from .models import Model, Models
+
+# Loss functions
+
+
+_LOSSES = "the loss functions"
+# Functions of torch.nn.functional, each with whether a class index stands for a target.
+LOSSES = {
+    **dict.fromkeys(("cross_entropy", "nll_loss", "multi_margin_loss"), True),
+    **dict.fromkeys(
+        (
+            *("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
+            *("smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss", "gaussian_nll_loss"),
+            *("ctc_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"),
+            *("multilabel_margin_loss", "multilabel_soft_margin_loss", "cosine_embedding_loss"),
+            *("triplet_margin_loss", "linear_cross_entropy"),
+        ),
+        False,
+    ),
+}
+
+
+class Losses:
+    """The loss functions of this process.
+
+    Args:
+        observation: Receives the values.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+
+    def install(self) -> None:
+        """Subscribe to the functions; the loss modules of torch call them."""
+        for name, has_indices in LOSSES.items():
+            note = functools.partial(self._note, has_indices)
+            tap = Tap("torch.nn.functional", name, is_optional=True, is_traced=True)
+            tap.wrap(self._observation.outermost(_LOSSES, after=note))
+
+    def _note(self, has_indices: bool, value: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return
+        observation = self._observation
+        target: Any = options.get("target", args[1] if len(args) > 1 else None)
+        elements, class_weight = target.numel() if isinstance(target, torch.Tensor) else 0, 0.0
+        if has_indices and elements and not target.is_floating_point():
+            counted = target[target != options.get("ignore_index", -100)]
+            elements = counted.numel()
+            weight: Any = options.get("weight", args[2] if len(args) > 2 else None)
+            if isinstance(weight, torch.Tensor) and weight.ndim == 1:
+                class_weight = float(weight.detach()[counted].sum())
+        observation.loss = float(value.detach().sum()) if value.numel() else None
+        observation.reduction = str(options.get("reduction", "mean"))
+        observation.elements, observation.class_weight = elements, class_weight
+
+    def note_output(self, model: Model, output: Any) -> None:
+        """Note the attribute ``loss`` of a model's output."""
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+            self._observation.loss = float(loss.detach())
+
+
+# Clipping
+
+
+_CLIPPING = "the clipping of gradients"
+
+
+class Clipping:
+    """The calls of ``clip_grad_norm_`` and ``clip_grad_value_`` since the last step.
+
+    Args:
+        observation: Receives the rows of gradients.
+        models: Know the names of parameters.
+
+    Attributes:
+        skips: Whether the gradients of these parameters are not complete in a replay, and so not
+            to be clipped.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+        self._clips: list[ClipFacts] = []
+        self.skips: Callable[[list[torch.Tensor]], bool] = lambda parameters: False
+
+    def take(self) -> list[ClipFacts]:
+        """Return the calls since the last step, and forget them."""
+        found, self._clips = self._clips, []
+        return found
+
+    def clip(self, function: Function, *args: Any, **options: Any) -> Any:
+        """Call a function that clips gradients, and note them before and afterwards."""
+        observation = self._observation
+        if not observation.is_observed:
+            return function(*args, **options)
+        signature = inspect.signature(function)
+        parameters_name, limit_name = list(signature.parameters)[:2]
+        call = signature.bind(*args, **options)
+        given, limit = call.arguments[parameters_name], call.arguments[limit_name]
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        call.arguments[parameters_name] = listed
+        if observation.guarded(_CLIPPING, self.skips)(listed):
+            call.arguments[limit_name] = math.inf
+            return function(*call.args, **call.kwargs)
+        note = observation.guarded(_CLIPPING, self._rows)
+        before = note(listed)
+        norm = function(*call.args, **call.kwargs)
+        observation.guarded(_CLIPPING, self._note)(before, note(listed), limit, norm)
+        return norm
+
+    def _rows(self, parameters: list[torch.Tensor]) -> dict[str, int]:
+        rows = {}
+        for parameter in parameters:
+            name = self._models.name_of(parameter)
+            if name is not None and parameter.grad is not None:
+                row = self._models.add_row(parameter.grad)
+                if row is not None:
+                    rows[name] = row
+        return rows
+
+    def _note(
+        self, before: dict[str, int] | None, after: dict[str, int] | None, limit: Any, norm: Any
+    ) -> None:
+        # The norm of sharded gradients is a DTensor, whose value needs a collective.
+        value = float(norm) if norm is not None and not hasattr(norm, "placements") else None
+        self._clips.append(ClipFacts(user_line(), float(limit), value, before or {}, after or {}))
+
+
+# Batches of backwards
+
+
+def share_batches(backwards: list[BackwardFacts], facts: RankFacts) -> None:
+    """Give each backward one batch if as many were read at once as backwards followed.
+
+    Batches of an evaluation may have been read before them.
+    """
+    read = backwards[0].batches if backwards else []
+    if len(backwards) < 2 or any(one.batches != read for one in backwards):
+        return
+    fetched = facts.without_evaluated(read)
+    if len(fetched) == len(backwards):
+        for one, batch in zip(backwards, fetched, strict=True):
+            one.batches = [batch]
+
 
 _BACKWARD, _STEP = "the backward", "the optimizer step"
 # Steps without gradients and with a learning rate of 0, so that optimizers have a state to load.

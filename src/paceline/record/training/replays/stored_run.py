@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ....security.folders import Folder
 from ..generators import saved_generators
 from ..observation import Observation
-from ..optimization.model_names import clean_name, named_parameters
 from ..optimization.models import Model
-from ..optimization.shards import Shard, shard_of
-from ..samples.open_pass import OpenPass
+from ..optimization.parameters import Shard, clean_name, named_parameters, shard_of
+from ..samples.loaders import OpenPass
 
 BATCHES, INITIAL = "batches", "initial"  # folders
 BESIDE_BATCH_BYTES = 16 << 10  # of a stored batch: states of generators, names

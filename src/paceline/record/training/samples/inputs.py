@@ -4,19 +4,73 @@ Scripts that index tensors themselves have no loader, or one for the training on
 loader may also be kept and trained again (``itertools.cycle``, a list of all batches).
 """
 
+import ast
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ...hooks.batch_size import samples_in
+from ..expressions import parsed
 from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..observation import Observation
 from ..optimization.models import Model, Models
-from ..user_lines import user_line
+from ..user_lines import is_users_file, place, user_line
 from .contents import row_checksums, sample_checksums
-from .epochs import loop_line, shuffle_line
 from .loaders import Loaders
+from .sampler_lines import SHUFFLES
+
+# The loops of the script that run now, and what shuffles in them
+
+
+def shuffle_line() -> str:
+    """Return the line that shuffles in a loop which runs now; "" if there is none.
+
+    The loops are those of the script's functions on this thread's stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file):
+            for loop in _loops_around(frame):
+                calls = [one for one in ast.walk(loop) if isinstance(one, ast.Call)]
+                found = [c for c in calls if ast.unparse(c.func).rpartition(".")[2] in SHUFFLES]
+                if found:
+                    return place(file, found[0].lineno)
+        frame = frame.f_back
+    return ""
+
+
+def loop_line() -> str:
+    """Return the line of the innermost ``for`` loop of the script that runs now; "" without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file):
+            for loop in _loops_around(frame):
+                return place(file, loop.lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _loops_around(frame: FrameType) -> Iterator[ast.For]:
+    """Yield the loops whose bodies a frame runs, the innermost first."""
+    tree = parsed(frame.f_code.co_filename)
+    if tree is None:
+        return
+    line, first = frame.f_lineno, frame.f_code.co_firstlineno
+    found = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.For)
+        and first <= one.lineno
+        and one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0)
+    ]
+    yield from sorted(found, key=lambda one: -one.lineno)
+
 
 MAX_BATCHES = 256  # of the training, and as many of evaluations
 LEAST_STEPS = 2  # after the end of a loader, from which on its batches are trained again

@@ -1,7 +1,9 @@
 """Observe the passes and batches of DataLoaders, and shorten passes where that is safe."""
 
 import time
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -9,15 +11,92 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks import taps
 from ...hooks.batch_size import samples_in
-from ...hooks.taps import Tap
+from ...hooks.taps import Function, Tap
 from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..generators import kept_generators
 from ..observation import Observation
 from ..user_lines import is_in_loop, is_read_ahead, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
-from .loader_parts import dataset_of, known, length_of, listed, sampler_of
-from .open_pass import OpenPass
 from .sampler_lines import lines_of_sampler, stream_lines
+
+
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler of a loader that orders samples, also inside of batch samplers."""
+    sampler, outer = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found: Any = outer
+    while hasattr(found, "batch_sampler"):
+        found = found.batch_sampler  # as in accelerate's
+    inside = getattr(found, "sampler", None)
+    if outer is None or inside is sampler:
+        return sampler
+    return inside if inside is not None else found
+
+
+def dataset_of(loader: Any) -> Any:
+    """Return the user's dataset."""
+    dataset = loader.dataset
+    is_ours = type(dataset).__module__.startswith("paceline.")
+    return getattr(dataset, "dataset", dataset) if is_ours else dataset  # a Loader's wraps none
+
+
+def listed(index: Any) -> list[int]:
+    """Return the indices of a batch as a list, whatever the sampler returns."""
+    if hasattr(index, "tolist"):
+        index = index.tolist()
+    return [_index_number(one) for one in (index if isinstance(index, list | tuple) else [index])]
+
+
+def _index_number(index: Any) -> int:
+    """Return an index as a number; a checksum of other keys."""
+    if isinstance(index, tuple) and len(index) == 2 and all(type(x) is int for x in index):
+        return int(index[1])  # world.shard: with the epoch
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        return zlib.crc32(repr(index).encode())
+
+
+def known(indices: list[list[int] | None]) -> list[list[int]]:
+    return [one for one in indices if one is not None]
+
+
+def length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # no length, or a method that fails
+        return None
+
+
+@dataclass
+class OpenPass:
+    """A pass that is not over.
+
+    Attributes:
+        loader, facts: The loader's facts, and those of the pass.
+        source: The loader.
+        indices: Indices of each batch that was requested so far; None: not known.
+        returned: Number of batches that were returned.
+        is_short: Whether the pass may be shortened.
+        is_stopped: Whether it was.
+        is_at_end: Whether the batch that was returned last is known to be the last one.
+        samples: Number of samples of the batch that is returned next, if it is known.
+    """
+
+    loader: LoaderFacts
+    facts: PassFacts
+    source: Any
+    indices: list[list[int] | None] = field(default_factory=list)
+    returned: int = 0
+    is_short: bool | None = None
+    is_stopped: bool = False
+    is_at_end: bool = False
+    samples: int | None = None
+    first_group: int = 0  # batches of the first step of the pass
+    planned: list[list[int]] | None = None
+    ahead: int | None = None  # a batch that a library has read, but not passed on yet
+    rest: list[Any] = field(default_factory=list)  # indices that were taken from the sampler before
+    sampler: Any = None  # the iterator over the rest of the batches' indices
+
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
@@ -388,3 +467,52 @@ class Loaders:
         if sum(len(listed(one)) for one in rest) <= MAX_PLANNED:
             opened.facts.planned = [*known(opened.indices), *map(listed, rest)]
             opened.facts.is_complete = opened.returned == len(opened.facts.planned)
+
+
+# Shorten epochs of Lightning: its loops compare numbers of batches with the loader's length.
+#
+# A shortened pass ends before that length. The loop is told so with the last batch, so that it
+# validates and ends the epoch as after a whole one.
+
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class LightningEpochs:
+    """The epochs of Lightning's Trainer.
+
+    Args:
+        observation: Knows whether the training is observed.
+        loaders: Know whether a pass was shortened.
+    """
+
+    def __init__(self, observation: Observation, loaders: Loaders) -> None:
+        self._observation, self._loaders = observation, loaders
+
+    def install(self) -> None:
+        """Subscribe to Lightning's loops."""
+        for package in _PACKAGES:
+            Tap(f"{package}.loops.fetchers", "_DataFetcher.__next__").after(self._note_batch)
+            loop = f"{package}.loops.training_epoch_loop"
+            Tap(loop, "_TrainingEpochLoop._should_check_val_fx").around(self._validates)
+
+    @property
+    def _is_end(self) -> bool:
+        return self._observation.is_observed and self._loaders.has_ended_early
+
+    def _note_batch(self, _: Any, fetcher: Any) -> None:
+        if self._is_end:
+            fetcher.done = True
+
+    def _validates(self, check: Function, loop: Any, fetcher: Any) -> bool:
+        """Return whether the loop validates after this batch."""
+        trainer, is_end = loop.trainer, self._is_end
+        interval = trainer.val_check_batch
+        if not (is_end and fetcher.done) or interval in (None, float("inf")):
+            return bool(check(loop, fetcher))
+        is_epoch = trainer.check_val_every_n_epoch is not None
+        trainer.val_check_batch = (loop.batch_idx if is_epoch else loop.total_batch_idx) + 1
+        try:
+            return bool(check(loop, fetcher))
+        finally:
+            trainer.val_check_batch = interval

@@ -1,23 +1,108 @@
-"""Observe random numbers: the states of the global generators before and after each place."""
+"""Observe random numbers: states of the global generators, lines that draw, calls that seed."""
 
+import functools
 import json
 import os
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from ...hooks.taps import Function, Tap
-from ..facts.events import DrawFacts
-from ..generators import function_states, generator_states, owned_states, script_states
-from ..observation import Observation
-from ..optimization.models import Model
-from ..samples.loaders import Loaders
-from ..samples.open_pass import OpenPass
-from ..user_lines import user_line
-from .draw_lines import DrawLines
+from ..hooks.taps import Function, Tap
+from .facts.events import DrawFacts, SeedFacts
+from .generators import function_states, generator_states, owned_states, script_states
+from .line_tracer import LineTracer
+from .observation import Observation
+from .optimization.models import Model
+from .samples.loaders import Loaders, OpenPass
+from .user_lines import user_line
+
+# Seeds
+
+
+_SEEDS_HOOK = "the seeds"
+MAX_SEEDS = 256
+
+
+class Seeds:
+    """The calls that seed global generators, or make a seeded one of NumPy.
+
+    Args:
+        observation: Receives the facts.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+
+    def install(self) -> None:
+        """Subscribe to the functions."""
+        functions = [
+            ("torch.random", "manual_seed", "torch"),
+            ("random", "seed", "python"),
+            ("numpy.random", "seed", "numpy"),
+            ("numpy.random", "default_rng", "own"),
+        ]
+        if torch.manual_seed is not torch.random.manual_seed:  # torch._dynamo has wrapped one
+            functions.append(("torch", "manual_seed", "torch"))
+        for module, name, generator in functions:
+            note = functools.partial(self._note, generator)
+            tap = Tap(module, name, is_traced=True)
+            tap.before(self._observation.observed(_SEEDS_HOOK, note))
+
+    def _note(self, generator: str, *args: Any, **options: Any) -> None:
+        value: Any = next(iter([*args, *options.values()]), None)
+        line, facts = user_line(), self._observation.facts
+        number = int(value) if hasattr(value, "__int__") and not isinstance(value, str) else None
+        if line and number is not None and len(facts.seeds) < MAX_SEEDS:
+            facts.seeds.append(SeedFacts(generator, number, line, self._observation.step))
+
+
+# The lines that draw
+
+
+MAX_EVENTS = 5000  # lines that are looked at
+
+
+class DrawLines:
+    """The lines that draw, by place.
+
+    At each place the lines are found once, in an occurrence after the first one that drew.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, dict[str, str]] = {}  # line by generator
+        self._done: set[Hashable] = set()
+        self._place: Hashable = None
+        self._states: Callable[[], dict[str, int]] = dict
+        self._tracer = LineTracer(lambda: self._states(), self._note, MAX_EVENTS)
+
+    def line(self, place: Hashable, generator: str) -> str:
+        """Return the line that draws at a place, or ""."""
+        return self._found.get(place, {}).get(generator, "")
+
+    def start(self, place: Hashable, states: Callable[[], dict[str, int]]) -> None:
+        """Begin to look at a place, if its lines are not known yet.
+
+        states: Returns checksums of the generators.
+        """
+        if place in self._done or self._tracer.is_running:
+            return
+        self._states = states
+        if self._tracer.start():
+            self._done.add(place)
+            self._place = place
+
+    def stop(self) -> None:
+        """End to look."""
+        self._tracer.stop()
+
+    def _note(self, generator: str, line: str, _: str) -> None:
+        self._found.setdefault(self._place, {}).setdefault(generator, line)
+
 
 _HOOK = "the random numbers"
 MAX_FORWARDS = 12  # of a model

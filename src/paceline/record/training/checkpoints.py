@@ -1,19 +1,63 @@
-"""Observe checkpoints: what the script saves and loads."""
+"""Observe checkpoints: what the script saves and loads, and where it restores states."""
 
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from ...hooks import taps
-from ..facts.events import FileFacts
-from ..facts.models import ModelFacts
-from ..facts.samples import Phase
-from ..observation import Observation
-from ..optimization.model_names import clean_name
-from ..optimization.models import Models
-from ..user_lines import user_line
+from ..hooks import taps
+from ..hooks.taps import LOAD_MODEL, LOAD_OPTIMIZER, LOAD_SCHEDULE, Function
+from .facts.events import FileFacts, RestoreFacts
+from .facts.models import ModelFacts
+from .facts.samples import Phase
+from .observation import Observation
+from .optimization.models import Models
+from .optimization.parameters import clean_name
+from .optimization.steps import Steps
+from .user_lines import user_line
+
+# Restored states
+
+
+_RESTORES = "the restored states"
+MAX_RESTORES = 64
+
+
+class Restores:
+    """The states that this process restores.
+
+    Args:
+        observation: Receives the facts.
+        steps: Know the optimizers.
+    """
+
+    def __init__(self, observation: Observation, steps: Steps) -> None:
+        self._observation, self._steps = observation, steps
+
+    def install(self) -> None:
+        """Subscribe to ``load_state_dict``."""
+        for what, tap in (
+            ("model", LOAD_MODEL),
+            ("optimizer", LOAD_OPTIMIZER),
+            ("schedule", LOAD_SCHEDULE),
+        ):
+            tap.wrap(self._observation.outermost(_RESTORES, before=self._noting(what)))
+
+    def _noting(self, what: str) -> Function:
+        def note(*args: Any, **options: Any) -> None:
+            self._note(args[0] if args else options.get("self"), what)  # torch passes it by keyword
+
+        return note
+
+    def _note(self, owner: Any, what: str) -> None:
+        facts = self._observation.facts
+        known = self._steps.optimizers.get(owner) if isinstance(owner, Optimizer) else None
+        if len(facts.restores) < MAX_RESTORES:
+            key = known.key if known is not None else -1
+            facts.restores.append(RestoreFacts(what, key, user_line(), self._observation.step))
+
 
 _HOOK = "the checkpoints"
 MAX_FILES = 64
