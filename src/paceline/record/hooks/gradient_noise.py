@@ -42,7 +42,7 @@ class _LossScale:
     is_noted: ClassVar[bool] = False
 
 
-def _note_scale(scaled: Any, scaler: Any, *_: Any) -> None:
+def _note_scale(scaled: Any, scaler: Any, *_: Any, **__: Any) -> None:
     """Note the scale with which a gradient scaler scales a loss. It changes from step to step."""
     _LossScale.value = scaler._scale
 

@@ -203,7 +203,7 @@ def on_loss(note: Callable[[Any], None]) -> None:
     another one are left out.
     """
 
-    def remember(scaled: Any, _: Any, outputs: Any) -> None:
+    def remember(scaled: Any, scaler: Any, outputs: Any) -> None:
         if hasattr(outputs, "detach") and hasattr(scaled, "detach"):
             scaled._paceline_unscaled = outputs.detach()
 
