@@ -17,7 +17,7 @@ SOURCE = Path(paceline.__file__).parent
 FLOORS = [
     *("cli", "compat", "study", "predict", "launch", "world", "parallel", "optim", "comm"),
     *("data", "checkpoint", "deploy", "report", "analyze", "knobs", "cost", "cluster"),
-    *("record", "security"),
+    *("observe", "record", "security"),
 ]
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE)
 

@@ -205,7 +205,7 @@ INTERFACES = {
     "scaler._device": "device of the scale",
     "scaler._per_optimizer_states": "ranks agree on a step that is skipped",
     "scaler._scale": "scale of the losses of a step",
-    # Facts for verify (record/training)
+    # Facts for verify (observe)
     "torch.nn.modules.batchnorm._BatchNorm": "layers with statistics of a batch",
     "scaler._growth_tracker": "steps since the loss scale has changed",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "place of a shard",

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts.models import ModelFacts, ParameterFacts
-from paceline.record.training.facts.ranks import RankFacts
-from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from paceline.record.training.facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
-from paceline.record.training.sketch import SketchTable
+from paceline.observe.facts.models import ModelFacts, ParameterFacts
+from paceline.observe.facts.ranks import RankFacts
+from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.observe.facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
+from paceline.observe.sketch import SketchTable
 
 FEATURES, HIDDEN = 6, 16
 LOADER, LOOP, BACKWARD, STEP, MODEL, OPTIMIZER = (

@@ -208,5 +208,5 @@ def test_make_passes_all_files_on(tmp_path):
 def test_graph_of_this_repository_has_what_a_rank_does():
     graph = Graph(select_slow.ROOT)
     used = graph.used("tests/launch/test_run.py")
-    assert {f"src/paceline/{name}.py" for name in ("record/attach", "world/__init__")} <= used
+    assert {f"src/paceline/{name}.py" for name in ("observe/attach", "world/__init__")} <= used
     assert "src/paceline/report/page/write_page.py" not in used

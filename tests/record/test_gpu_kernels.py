@@ -88,7 +88,7 @@ def test_communication_kernel_waiting_for_late_rank_is_wait_time(tmp_path):
 
 SESSIONS = """
     import sys, torch
-    from paceline.record import attach
+    from paceline.observe import attach
     from paceline.record.hooks.gpu_kernels import KernelSampler, Kernel
 
     def operators(profiler):  # of the CPU, in place of a device's kernels

@@ -7,6 +7,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from paceline.record.experiments.observer import Observer
+from paceline.record.hooks import taps
 
 
 def test_loader_start_time_includes_first_batch_and_end_of_epoch():
@@ -29,7 +30,7 @@ def test_optimizer_hooks_of_the_script_run_when_the_setup_ends(monkeypatch):
     """PyTorch iterates over the hooks: none may be removed while they run."""
     monkeypatch.setattr(optimizers, "_global_optimizer_post_hooks", OrderedDict())
     observer, weight, calls = Observer(), torch.nn.Parameter(torch.zeros(4)), []
-    observer._hook_optimizers(optimizers)
+    taps.on_step(after=observer._note_optimizer)
     optimizers.register_optimizer_step_post_hook(lambda *_: observer.end_setup())
     optimizers.register_optimizer_step_post_hook(lambda *_: calls.append(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -122,7 +122,7 @@ def test_full_disk_raises_error(tmp_path, monkeypatch):
 
 KILLED = """
     import os, time
-    from paceline.record.attach import attach
+    from paceline.observe.attach import attach
 
     attach()
     time.sleep(1)  # several samples of the stack

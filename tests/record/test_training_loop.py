@@ -3,13 +3,15 @@
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from paceline.analyze.records.read_record import parse_record
-from paceline.record.hooks import torch_patches
+from paceline.record.hooks import taps
+from paceline.record.hooks.torch_patches import recorded_backwards
 from paceline.record.hooks.training_loop import LoopRecorder
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import State
@@ -56,7 +58,7 @@ class Loop:
 def loop(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
     loop = Loop(tmp_path)
-    torch_patches._patch_backward(loop.hooks, torch.autograd)
+    taps.BACKWARD.wrap(partial(recorded_backwards, loop.hooks))
     return loop
 
 

@@ -121,7 +121,7 @@ def test_ordinary_json_is_parsed():
 # passes through load_json and read_toml.
 OF_ONE_JOB = {
     *("comm/", "world/", "study/", "knobs/", "launch/ranks/", "parallel/memory/measure.py"),
-    *("record/training/", "record/experiments/", "checkpoint/saver.py"),
+    *("observe/", "record/experiments/", "checkpoint/saver.py"),
     *("data/staging/peer_transfer.py", "cost/catalogue.py", "security/overlay.py"),
 }
 

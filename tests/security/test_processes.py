@@ -23,7 +23,7 @@ SOURCE = Path(paceline.__file__).parent
 BIN = Path(sys.executable).parent
 # Uses of the interpreter's path that start no process.
 NO_STARTS = {
-    "record/training/user_lines.py": {"os.path.dirname(sys.executable)"},
+    "observe/user_lines.py": {"os.path.dirname(sys.executable)"},
     "study/environment/find_environment.py": {"sys.executable"},  # in an error message
     "launch/submit/submit.py": {
         "Path(sys.executable).with_name('paceline')",

@@ -89,7 +89,7 @@ RIGHT = {
     "launch/monitor/rank_stacks.py": {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
-    "record/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
+    "observe/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
     "record/experiments/protected_run.py": {"folder.parent.rmdir()": "only an empty folder"},
     "record/ring/ring.py": {
         "path.unlink(missing_ok=True)": "in the job's folder",
@@ -180,8 +180,8 @@ RIGHT_REMOVALS = {
     "data/sources/folder_source.py": {"(work / LINE_ENDS_FILE).unlink", "part.unlink"},
     "data/sources/formats/lmdbs.py": {"(path / 'lock.mdb').unlink"},  # in a private folder
     "launch/monitor/rank_stacks.py": {"path.unlink"},  # in the job's folder
-    "record/attach.py": {"note.unlink"},  # in the job's folder
-    "record/experiments/lines/worker_profile.py": {"path.unlink"},  # in the job's folder
+    "observe/attach.py": {"note.unlink"},  # in the job's folder
+    "record/experiments/lines/rank_profile.py": {"path.unlink"},  # in the job's folder
     "record/experiments/protected_run.py": {"folder.parent.rmdir"},  # removes an empty folder only
     "record/ring/ring.py": {"path.unlink", "self.path.unlink"},  # in the job's folder
     "study/environment/check_packed.py": {"part.unlink"},  # a random name

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.record import attach
+from paceline.observe import attach
 
 CALLS = 2000
 

@@ -26,7 +26,7 @@ from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.record import attach
+from paceline.observe import attach
 from paceline.record.ring import stack_sampler
 from paceline.record.ring.recorder import Recorder, now
 from paceline.record.ring.states import State

@@ -3,13 +3,12 @@
 It is used by ``paceline run --exchange paceline`` and by the knob ``exchange``.
 """
 
-import functools
 import os
 from typing import Any
 
 from ..knobs.apply import KnobResult
 from ..knobs.tuning import VARIABLE, Tuning
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks.taps import NEW_GROUP, Function
 
 
 def exchange(by: str, turned: KnobResult) -> None:
@@ -23,21 +22,19 @@ def exchange(by: str, turned: KnobResult) -> None:
         turned.done()
         return
 
-    def install(c10d: Any) -> None:
-        make = c10d._new_process_group_helper
+    def grouped(
+        make: Function, size: int, rank: int, members: list[int], *args: Any, **options: Any
+    ) -> Any:
+        import torch.distributed.distributed_c10d as c10d
 
-        @functools.wraps(make)
-        def helper(size: int, rank: int, members: list[int], *args: Any, **options: Any) -> Any:
-            group, store = make(size, rank, members, *args, **options)
-            backend = str(args[0] if args else options.get("backend", "")).lower()
-            if group is not c10d.GroupMember.NON_GROUP_MEMBER and "gloo" in backend:
-                given = args[1] if len(args) > 1 else options["store"]
-                group = _faster(c10d, group, given, options.get("timeout"), members, turned)
-            return group, store
+        group, store = make(size, rank, members, *args, **options)
+        backend = str(args[0] if args else options.get("backend", "")).lower()
+        if group is not c10d.GroupMember.NON_GROUP_MEMBER and "gloo" in backend:
+            given = args[1] if len(args) > 1 else options["store"]
+            group = _faster(c10d, group, given, options.get("timeout"), members, turned)
+        return group, store
 
-        c10d._new_process_group_helper = helper
-
-    after_import({"torch.distributed.distributed_c10d": install})
+    NEW_GROUP.around(grouped)
 
 
 def algorithm(name: str, turned: KnobResult) -> None:

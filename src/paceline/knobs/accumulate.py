@@ -6,10 +6,9 @@ from then on. With loss scaling, a step begins where the scaler looks for infini
 must find the same ones on all ranks, and may then skip the optimizer's step.
 """
 
-import functools
 from typing import Any
 
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks import taps
 from ..record.ring.launcher_messages import notify
 from .apply import KnobResult
 from .ddp import before_forward
@@ -29,9 +28,9 @@ class _Locally:
 
     def install(self) -> None:
         before_forward(self.forward)
-        after_import(
-            {"torch.optim.optimizer": self._optimizers, "torch.amp.grad_scaler": self._scalers}
-        )
+        taps.on_step(before=self._step)
+        for tap in (taps.UNSCALE, taps.SCALED_STEP):  # they look for infinite gradients
+            tap.before(self._step)
 
     def forward(self, replica: Any) -> None:
         """Disable gradient synchronization of the next backward unless it is the step's last."""
@@ -45,22 +44,7 @@ class _Locally:
         replica.require_backward_grad_sync = count >= self.usual
         (self.mine.discard if count >= self.usual else self.mine.add)(id(replica))
 
-    def _optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_pre_hook(self._step)
-
-    def _scalers(self, module: Any) -> None:
-        """Wrap the scaler's methods that look for infinite gradients."""
-        for name in ("unscale_", "step"):
-            method = getattr(module.GradScaler, name)
-
-            @functools.wraps(method)
-            def wrapped(*args: Any, method: Any = method, **kwargs: Any) -> Any:
-                self._step()
-                return method(*args, **kwargs)
-
-            setattr(module.GradScaler, name, wrapped)
-
-    def _step(self, *_: Any) -> None:
+    def _step(self, *_: Any, **__: Any) -> None:
         """End the step's backwards; without effect if they have been ended already."""
         counts = {count for _, count in self.replicas.values()}
         if not counts:

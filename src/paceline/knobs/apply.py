@@ -6,7 +6,7 @@ import os
 from importlib import import_module
 from typing import Any, ClassVar
 
-from ..record.attach import update_header
+from ..observe.attach import update_header
 from ..record.ring.launcher_messages import notify
 from .registry import KNOBS, VARIABLE
 

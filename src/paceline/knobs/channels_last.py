@@ -4,10 +4,9 @@ Weights are converted before DDP wraps the model; without DDP, after the first o
 Inputs of shape (N, C, H, W) are converted in each call.
 """
 
-import functools
 from typing import Any
 
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks import taps
 from ..record.hooks.phases import UncopiedHook
 from .apply import KnobResult
 
@@ -33,19 +32,11 @@ def channels_last(_: bool, turned: KnobResult) -> None:
         layer.register_forward_pre_hook(UncopiedHook(images), prepend=True)
         turned.done()
 
-    def replicas(module: Any) -> None:
-        kind = module.DistributedDataParallel
-        make = kind.__init__
+    def wraps(_: Any, module: Any, *__: Any, **___: Any) -> None:
+        for layer in module.modules():
+            laid_out(layer)
 
-        @functools.wraps(make)
-        def init(replica: Any, module: Any, *args: Any, **given: Any) -> None:
-            for layer in module.modules():
-                laid_out(layer)
-            make(replica, module, *args, **given)
-
-        kind.__init__ = init
-
-    def optimizers(module: Any) -> None:
+    def after_first_step(module: Any) -> None:
         """Convert the layers of a script without DDP after its first step, when all were called."""
         called: list[Any] = []
 
@@ -53,9 +44,7 @@ def channels_last(_: bool, turned: KnobResult) -> None:
             if type(layer).__name__ in KINDS:
                 called.append(layer)
 
-        import torch
-
-        looking = torch.nn.modules.module.register_module_forward_pre_hook(look)
+        looking = module.register_module_forward_pre_hook(look)
 
         def stepped(*_: Any) -> None:
             looking.remove()  # does nothing after the first time
@@ -63,7 +52,7 @@ def channels_last(_: bool, turned: KnobResult) -> None:
                 laid_out(layer)
             called.clear()
 
-        # Never removed: PyTorch iterates over the hooks while this one runs.
-        module.register_optimizer_step_post_hook(stepped)
+        taps.on_step(after=stepped)
 
-    after_import({"torch.nn.parallel.distributed": replicas, "torch.optim.optimizer": optimizers})
+    taps.REPLICA.before(wraps)
+    taps.on_import("torch.nn.modules.module", after_first_step)

@@ -1,10 +1,9 @@
 """Knobs of DistributedDataParallel: its constructor arguments and its communication hook."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks import taps
 from .apply import KnobResult
 
 MODULE = "torch.nn.parallel.distributed"
@@ -80,22 +79,14 @@ def hooked(turned: KnobResult, make: Callable[[Any], tuple[Any, Callable[..., An
 def before_forward(look: Callable[[Any], None], once: bool = False) -> None:
     """Call ``look`` with the replica before each (or the first) forward with gradients enabled."""
 
-    def install(module: Any) -> None:
+    def begins(replica: Any, *_: Any, **__: Any) -> None:
         import torch
 
-        kind = module.DistributedDataParallel
-        forward = kind.forward
+        if torch.is_grad_enabled() and not (once and "_paceline_looked" in replica.__dict__):
+            replica.__dict__["_paceline_looked"] = True
+            look(replica)
 
-        @functools.wraps(forward)
-        def looked(replica: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not (once and "_paceline_looked" in replica.__dict__):
-                replica.__dict__["_paceline_looked"] = True
-                look(replica)
-            return forward(replica, *args, **kwargs)
-
-        kind.forward = looked
-
-    after_import({MODULE: install})
+    taps.REPLICA_FORWARD.before(begins)
 
 
 def _constructed(turned: KnobResult, **options: Any) -> None:
@@ -105,15 +96,8 @@ def _constructed(turned: KnobResult, **options: Any) -> None:
 def made(look: Callable[[Any], None], **options: Any) -> None:
     """Construct every replica with these options, then call ``look`` with it."""
 
-    def install(module: Any) -> None:
-        kind = module.DistributedDataParallel
-        make = kind.__init__
+    def construct(make: taps.Function, replica: Any, *args: Any, **given: Any) -> None:
+        make(replica, *args, **given | options)
+        look(replica)
 
-        @functools.wraps(make)
-        def init(replica: Any, *args: Any, **given: Any) -> None:
-            make(replica, *args, **given | options)
-            look(replica)
-
-        kind.__init__ = init
-
-    after_import({MODULE: install})
+    taps.REPLICA.around(construct)

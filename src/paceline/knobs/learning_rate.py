@@ -4,13 +4,12 @@ A factor that is applied for the time of a step works with every scheduler: thos
 the script sees, and do not see the factor.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks.taps import LOAD_OPTIMIZER, on_step
 from .apply import KnobResult
 
 NAME = "learning-rate-factor"
@@ -50,9 +49,7 @@ def factor(value: float, turned: KnobResult) -> None:
 
     The record then has the optimizers (``UsedOptimizer``).
     """
-    after_import(
-        {"torch.optim.optimizer": lambda module: _StepRates(value, turned).install(module)}
-    )
+    _StepRates(value, turned).install()
 
 
 @dataclass(frozen=True)
@@ -98,17 +95,12 @@ class _StepRates:
         self._used: dict[str, UsedOptimizer] = {}
         self._rates: dict[int, list[tuple[Any, Any]]] = {}
 
-    def install(self, module: Any) -> None:
-        module.register_optimizer_step_pre_hook(self._before)
-        module.register_optimizer_step_post_hook(self._after)
-        load = module.Optimizer.load_state_dict
+    def install(self) -> None:
+        on_step(self._before, self._after)
+        LOAD_OPTIMIZER.before(self._note_restored)
 
-        @functools.wraps(load)
-        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._restored.add(type(optimizer).__name__)
-            return load(optimizer, *args, **kwargs)
-
-        module.Optimizer.load_state_dict = load_state_dict
+    def _note_restored(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self._restored.add(type(optimizer).__name__)
 
     def _before(self, optimizer: Any, *_: Any) -> None:
         self._rates[id(optimizer)] = _multiply(optimizer, self._factor)

@@ -7,17 +7,16 @@ between its periods, as a checkpoint needs. Its counter also would have to count
 scaling skips: ranks skip different ones, as each has gradients of its own.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from ..knobs.apply import KnobResult
 from ..knobs.ddp import hooked
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks.taps import SCALED_STEP, Function, on_step
 from .gradients import parameters_of
 
 FIRST = 4  # first gradient exchanges, before ranks train independently
@@ -43,8 +42,8 @@ def every(steps: int, turned: KnobResult) -> None:
             post_local_gradient_allreduce=False,
         )
         local = _local_sgd[id(replica)] = LocalSGD(int(steps), replica, state)
-        register_optimizer_step_post_hook(local.after_step)
-        after_import({"torch.amp.grad_scaler": local.count_skipped_steps})
+        on_step(after=local.after_step)
+        SCALED_STEP.around(local.count_skipped_step)
         return state, torchs.post_localSGD_hook
 
     hooked(turned, make)
@@ -88,20 +87,15 @@ class LocalSGD:
         if self.ranks_differ and self.done % self.steps == 0:
             self.average()
 
-    def count_skipped_steps(self, module: Any) -> None:
-        """Wrap the scaler's ``step``, so that a step that it skips counts as well."""
-        kind = module.GradScaler
-        step = kind.step
-
-        @functools.wraps(step)
-        def stepped(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self.done
-            result = step(scaler, optimizer, *args, **kwargs)
-            if self.done == before:
-                self.after_step(optimizer)
-            return result
-
-        kind.step = stepped
+    def count_skipped_step(
+        self, step: Function, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the scaler's ``step``, and count a step that it skips as well."""
+        before = self.done
+        result = step(scaler, optimizer, *args, **kwargs)
+        if self.done == before:
+            self.after_step(optimizer)
+        return result
 
     def average(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Average the parameters over the ranks, and the state of ``optimizers``. Collective.

@@ -9,8 +9,8 @@ from ..analyze.verification.find import Compared
 from ..analyze.verification.mistakes import Finding, Nature
 from ..analyze.verification.passes import Stream, streams
 from ..analyze.verification.steps import trained as in_training
-from ..record.training.facts.ranks import RankFacts
-from ..record.training.facts.samples import Phase
+from ..observe.facts.ranks import RankFacts
+from ..observe.facts.samples import Phase
 from . import document as doc
 from .numbers import counted, elapsed
 from .verdict.of_verification import Verification, answer, exit_code, verdict_of_verification

@@ -21,13 +21,13 @@ from ..comm.rehearsal.install import is_rehearsed
 from ..data.sampling.batch_schedule import BatchSchedule as BatchSchedule
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
+from ..observe.attach import current_recorder, release_loop
 from ..optim.rates import RULES, scale_learning_rate
 from ..parallel.memory import out_of_memory
 from ..parallel.mesh import Mesh
 from ..parallel.strategy.training_step import Loss
 from ..parallel.tensor.named_dims import divide_dims as divide_dims
 from ..plurals import counted
-from ..record.attach import current_recorder, release_loop
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder

@@ -10,9 +10,9 @@ from paceline.analyze.verification.find import find, judge
 from paceline.analyze.verification.mistakes import MISTAKES, Finding, Nature
 from paceline.analyze.verification.relations import vectors
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts.events import CollectiveFacts, DrawFacts, OutputFacts
-from paceline.record.training.facts.samples import Phase
-from paceline.record.training.sketch_rows import SKETCH_SIZE
+from paceline.observe.facts.events import CollectiveFacts, DrawFacts, OutputFacts
+from paceline.observe.facts.samples import Phase
+from paceline.observe.sketch_rows import SKETCH_SIZE
 from paceline.report.verdict.of_verification import answer, exit_code
 from trainings import Training, mean, own, total, train, verified
 

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts.ranks import RankFacts
-from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.observe.facts.ranks import RankFacts
+from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from trainings import LOADER, Training, shuffled, train
 
 LOOP, FORWARD = "train.py:70", "train.py:71"

@@ -4,7 +4,7 @@ import torch
 from test_sample_rules import found_in, ids, streamed
 
 from paceline.analyze.verification.find import find
-from paceline.record.training.facts.events import SeedFacts
+from paceline.observe.facts.events import SeedFacts
 from trainings import LOADER, LOOP, Training, shuffled, train, verified
 
 

@@ -5,8 +5,8 @@ import pytest
 from paceline.analyze.verification.determinism import describe_noise, suspicious_noise
 from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.view import View
-from paceline.record.training.facts.events import OperatorFacts
-from paceline.record.training.facts.ranks import RankFacts
+from paceline.observe.facts.events import OperatorFacts
+from paceline.observe.facts.ranks import RankFacts
 from trainings import Training, verified
 
 

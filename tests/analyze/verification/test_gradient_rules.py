@@ -10,10 +10,10 @@ import torch
 from paceline.analyze.verification.find import find, judge
 from paceline.analyze.verification.relations import vectors
 from paceline.analyze.verification.view import View
-from paceline.record.training.facts.events import CollectiveFacts, DrawFacts
-from paceline.record.training.facts.samples import Phase
-from paceline.record.training.facts.steps import ClipFacts
-from paceline.record.training.sketch_rows import SKETCH_SIZE, SQUARES
+from paceline.observe.facts.events import CollectiveFacts, DrawFacts
+from paceline.observe.facts.samples import Phase
+from paceline.observe.facts.steps import ClipFacts
+from paceline.observe.sketch_rows import SKETCH_SIZE, SQUARES
 from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, verified
 
 

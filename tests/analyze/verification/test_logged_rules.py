@@ -5,9 +5,9 @@ from test_state_rules import resumed
 
 from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts.events import MetricFacts
-from paceline.record.training.facts.models import StateFacts
-from paceline.record.training.facts.samples import Phase
+from paceline.observe.facts.events import MetricFacts
+from paceline.observe.facts.models import StateFacts
+from paceline.observe.facts.samples import Phase
 from trainings import Training, train
 
 

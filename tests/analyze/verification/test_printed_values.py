@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from paceline.analyze.verification.find import find
-from paceline.record.training.facts.events import CollectiveFacts, OutputFacts
-from paceline.record.training.facts.models import StateFacts
-from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.observe.facts.events import CollectiveFacts, OutputFacts
+from paceline.observe.facts.models import StateFacts
+from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from trainings import Training, train, verified
 
 PRINT, REDUCE, EVALUATE = "train.py:40", "train.py:38", "train.py:32"

@@ -5,8 +5,8 @@ from dataclasses import replace
 from test_gradient_rules import ids, only
 
 from paceline.analyze.verification.find import find
-from paceline.record.training.facts.models import StateFacts
-from paceline.record.training.facts.steps import BackwardFacts
+from paceline.observe.facts.models import StateFacts
+from paceline.observe.facts.steps import BackwardFacts
 from trainings import BACKWARD, LOOP, Training, own, train, verified
 
 

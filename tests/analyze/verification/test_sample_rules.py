@@ -7,9 +7,9 @@ import torch
 
 from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts.events import CollectiveFacts
-from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from paceline.record.training.samples.contents import describe_root
+from paceline.observe.facts.events import CollectiveFacts
+from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.observe.samples.contents import describe_root
 from trainings import LOADER, LOOP, Training, shuffled, train, verified
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.analyze.verification.find import find
-from paceline.record.training.facts.steps import ScheduleFacts
+from paceline.observe.facts.steps import ScheduleFacts
 from trainings import Training, train, verified
 
 

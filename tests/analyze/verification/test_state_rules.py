@@ -7,17 +7,17 @@ import torch
 from paceline.analyze.verification.find import find, judge, without_consequences
 from paceline.analyze.verification.mistakes import MISTAKES, Finding
 from paceline.analyze.verification.runs_facts import ResumeError, VerifyRuns
-from paceline.record.training.facts.events import (
+from paceline.observe.facts.events import (
     CollectiveFacts,
     DrawFacts,
     FileFacts,
     OutputFacts,
     RestoreFacts,
 )
-from paceline.record.training.facts.models import ParameterFacts, StateFacts
-from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from paceline.record.training.facts.steps import ScheduleFacts
-from paceline.record.training.sketch import SketchTable
+from paceline.observe.facts.models import ParameterFacts, StateFacts
+from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.observe.facts.steps import ScheduleFacts
+from paceline.observe.sketch import SketchTable
 from trainings import LOADER, LOOP, OPTIMIZER, STEP, Training, shuffled, train, verified
 
 

@@ -23,8 +23,8 @@ from paceline.analyze.diagnosis.operator_profile import (
 )
 from paceline.analyze.diagnosis.rules.operators import findings, products
 from paceline.analyze.records.operator_file import OperatorFile, read_operator_files
+from paceline.record.experiments.operators.operator_profile import padded_share
 from paceline.record.experiments.operators.operator_rows import OperatorRun, write_rows
-from paceline.record.experiments.operators.padding import padded_share
 from paceline.report.terminal.diagnosis.operators import render
 
 SIDE = 192
@@ -45,7 +45,7 @@ def profile(tmp_path):
     def profiled(model: nn.Module, loss=None, optimizer=None, data=None) -> OperatorProfile:
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
         loss = loss or (lambda output: output.square().mean())
-        run = OperatorRun(step_s=1e-6)
+        run = OperatorRun([optimizer], step_s=1e-6)
         run.start()
         while True:
             optimizer.zero_grad()
@@ -119,7 +119,7 @@ def test_a_finding_is_a_cause_unless_a_cause_has_its_id(profile):
 
 
 def test_waits_for_a_core_lengthen_the_operators():
-    run = OperatorRun(step_s=1.0, core_wait=2.0)
+    run = OperatorRun([], step_s=1.0, core_wait=2.0)
     run.start()
     torch.mm(torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE))
     run.after_step()
@@ -130,7 +130,7 @@ def test_waits_for_a_core_lengthen_the_operators():
 
 
 def test_compiled_code_is_not_diagnosed():
-    run = OperatorRun(step_s=1.0)
+    run = OperatorRun([], step_s=1.0)
     run.start()
     file = msgspec.convert(run.finish() | {"steps": 1, "compiled": True}, OperatorFile)
     assert combine_profiles([file], []) is None
@@ -438,7 +438,7 @@ def test_profile_changes_no_numbers():
         torch.manual_seed(0)
         model = Model(functional.relu)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = OperatorRun(step_s=1e-3)
+        run = OperatorRun([optimizer], step_s=1e-3)
         if profiled:
             run.start()
         for _ in range(5):

@@ -14,7 +14,7 @@ import torch
 
 from paceline.analyze.diagnosis.ladder import EndedError
 from paceline.analyze.diagnosis.switched import measure_switched
-from paceline.record.experiments import single_precision, switches
+from paceline.record.experiments import switches
 from paceline.record.experiments.rung import NO_BROADCASTS, NO_COLLECTION, THREADS_PAUSED, Rung
 from paceline.record.experiments.switches import (
     BufferBroadcasts,
@@ -170,7 +170,7 @@ def test_script_that_computes_in_float64_computes_in_float32():
     module = SimpleNamespace(float32=torch.float32, float64=torch.float64, Tensor=Tensor)
     module.nn = SimpleNamespace(Module=type("Module", (), {"float": torch.nn.Module.float}))
     vars(module).update({name: getattr(torch, name) for name in names})
-    single_precision.install(module)
+    switches.use_single_precision(module)
     assert module.double == module.float64 == torch.float32
     assert module.from_numpy(np.zeros(2)).dtype == torch.float32
     assert module.tensor([1.0, 2.0], dtype=module.float64).dtype == torch.float32

@@ -2,7 +2,7 @@
 
 import dis
 
-from paceline.record.ring.frame_lines import code_line
+from paceline.record.ring.stack_sampler import code_line
 
 
 def rises(row):

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from paceline.record.experiments.lines.execution_counter import ExecutionCounter
+from paceline.record.experiments.lines.rank_profile import ExecutionCounter
 from paceline.record.experiments.lines.sampler import MEAN_INTERVAL_S, LineSampler
 
 MATRIX = torch.ones(256, 256)
@@ -131,7 +131,7 @@ def test_executions_of_chosen_functions_are_counted():
 
 
 def test_counting_ends_after_a_limit(monkeypatch):
-    monkeypatch.setattr("paceline.record.experiments.lines.execution_counter.MAX_COUNTED", 100)
+    monkeypatch.setattr("paceline.record.experiments.lines.rank_profile.MAX_COUNTED", 100)
     counter = ExecutionCounter({(__file__, "loop")})
     counter.start()
     loop(10_000)

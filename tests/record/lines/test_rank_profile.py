@@ -4,9 +4,13 @@ import sys
 import time
 
 from paceline.analyze.records.rank_lines import read_rank_lines
-from paceline.record.experiments.lines.rank_profile import RankProfile, interval_for
-from paceline.record.experiments.lines.table import StackTable
-from paceline.record.experiments.lines.worker_profile import WorkerProfile, WorkerProfiles
+from paceline.record.experiments.lines.activity import StackTable
+from paceline.record.experiments.lines.rank_profile import (
+    RankProfile,
+    WorkerProfile,
+    WorkerProfiles,
+    interval_for,
+)
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.resource_usage import FileOpenCounter
 

@@ -14,9 +14,9 @@ from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring import core_wait
+from paceline.record.ring.core_wait import native_thread_id
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import CoreWait, State
-from paceline.record.ring.thread_ids import native_thread_id
 
 LATER = 1_000_000_000  # ns; no reading was as shortly before that none is due
 BUSY = "import time\nwhile True: pass"

@@ -8,9 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fake_gpu import fake_gpu
 from paceline.record import pending_value
-from paceline.record.completed_future import completed_future, devices_of
 from paceline.record.hooks import hook_failures
-from paceline.record.pending_value import PendingCopy, PendingValue
+from paceline.record.pending_value import PendingCopy, PendingValue, completed_future, devices_of
 from paceline.record.ring.recorder import Recorder
 from paceline.record.watch import step_watch
 from paceline.record.watch.step_watch import StepWatch

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from paceline.record.ring.recorder import Recorder
-from paceline.record.watch.parameter_bits import parameter_bits
-from paceline.record.watch.step_watch import StepWatch
+from paceline.record.watch.step_watch import StepWatch, parameter_bits
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""Is the training of N ranks that of one process? Rules on the facts of ``record.training``."""
+"""Is the training of N ranks that of one process? Rules on the facts of ``observe``."""

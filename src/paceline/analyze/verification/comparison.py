@@ -8,8 +8,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts.steps import BackwardFacts
+from ...observe.facts.ranks import RankFacts
+from ...observe.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
 from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, solve, vectors
 from .replay import NOISE_FACTOR, UNMEASURED, Replay, draws_of, significant

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ...record.training.facts.events import OperatorFacts
-from ...record.training.facts.ranks import RankFacts
+from ...observe.facts.events import OperatorFacts
+from ...observe.facts.ranks import RankFacts
 from .comparison import percent
 from .relations import epsilon
 from .replay import NOISE_FACTOR

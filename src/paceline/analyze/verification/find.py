@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from ...observe.facts.models import FLAT
 from ...plurals import counted
-from ...record.training.facts.models import FLAT
 from .exchange import Kind
 from .mistakes import Finding, Nature
 from .relations import EPSILONS, ROUNDINGS, distance

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from ...observe.facts.ranks import RankFacts
+from ...observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 
 KNOWN_SAMPLERS = {
     *("DistributedSampler", "RandomSampler", "SequentialSampler", "BatchSampler"),

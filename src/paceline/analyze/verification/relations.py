@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.sketch_rows import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
+from ...observe.facts.ranks import RankFacts
+from ...observe.sketch_rows import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
 
 Vector = NDArray[np.float64]
 Vectors = dict[str, Vector]  # by parameter: sketch, then the norm of the tensor

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...record.training.facts.events import DrawFacts
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts.steps import StepFacts
-from ...record.training.sketch_rows import SKETCH_SIZE
+from ...observe.facts.events import DrawFacts
+from ...observe.facts.ranks import RankFacts
+from ...observe.facts.steps import StepFacts
+from ...observe.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vectors, distance, epsilon, fit
 from .steps import JointStep, parameters
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ...record.training.facts.ranks import RankFacts
+from ...observe.facts.ranks import RankFacts
 
 
 @dataclass(frozen=True)

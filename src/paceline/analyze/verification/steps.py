@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...record.training.facts.models import ParameterFacts
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts.steps import BackwardFacts, StepFacts
+from ...observe.facts.models import ParameterFacts
+from ...observe.facts.ranks import RankFacts
+from ...observe.facts.steps import BackwardFacts, StepFacts
 from .relations import Vectors, add, vectors
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...record.training.facts.events import CollectiveFacts
-from ...record.training.facts.models import FLAT, ModelFacts
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts.samples import Phase
+from ...observe.facts.events import CollectiveFacts
+from ...observe.facts.models import FLAT, ModelFacts
+from ...observe.facts.ranks import RankFacts
+from ...observe.facts.samples import Phase
 from .comparison import Comparison, Difference, compare
 from .exchange import Exchange, exchange_of
 from .passes import Stream, streams

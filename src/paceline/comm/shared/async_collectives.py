@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...record.completed_future import completed_future
+from ...record.pending_value import completed_future
 
 Run = Callable[[], None]
 EXIT_TIMEOUT_S = 2.0  # for pending collectives, at the interpreter's exit

@@ -7,11 +7,10 @@ part of it as its batch size: where it is made if it shuffles, because scripts r
 for their schedules; else when it is first iterated with gradients enabled.
 """
 
-import functools
 import os
 from typing import Any, ClassVar
 
-from ...record.hooks.import_hooks import after_import
+from ...record.hooks.taps import LOADER as LOADER_MADE
 from ..apply import KnobResult
 from .loader import each_loader
 
@@ -35,7 +34,14 @@ def global_batch(value: int, turned: KnobResult) -> None:
     """Set the global batch of all training loaders of this process."""
     _Requested.value, _Requested.turned = value, turned
     each_loader(lambda loader: _change(loader, value), turned, lambda loader: _unfit(loader, value))
-    after_import({"torch.utils.data.dataloader": lambda module: _install(module, value, turned)})
+
+    def made(_: None, loader: Any, *__: Any, **___: Any) -> None:
+        """Set the batch of loaders that shuffle where they are made."""
+        if not _Requested.is_sharded and _shuffles(loader) and not _unfit(loader, value):
+            _change(loader, value)
+            turned.done(LOADER)
+
+    LOADER_MADE.after(made)
 
 
 def requested_global_batch() -> int | None:
@@ -86,21 +92,6 @@ def _change(loader: Any, value: int) -> None:
     size = value // _ranks()
     loader.batch_sampler.batch_size = size
     loader.__dict__["batch_size"] = size  # DataLoader.__setattr__ rejects it after construction
-
-
-def _install(module: Any, value: int, turned: KnobResult) -> None:
-    """Set the batch of loaders that shuffle where they are made."""
-    kind = module.DataLoader
-    construct = kind.__init__
-
-    @functools.wraps(construct)
-    def constructed(loader: Any, *args: Any, **kwargs: Any) -> None:
-        construct(loader, *args, **kwargs)
-        if not _Requested.is_sharded and _shuffles(loader) and not _unfit(loader, value):
-            _change(loader, value)
-            turned.done(LOADER)
-
-    kind.__init__ = constructed
 
 
 def _shuffles(loader: Any) -> bool:

@@ -6,7 +6,7 @@ Loaders that are iterated with gradients disabled, as in validation, are not cha
 from collections.abc import Callable
 from typing import Any
 
-from ...record.hooks.import_hooks import after_import
+from ...record.hooks.taps import EPOCH
 from ..apply import KnobResult
 
 
@@ -71,27 +71,21 @@ def each_loader(
     """
     _changes.append((change, turned, unfit))
     if len(_changes) == 1:
-        after_import({"torch.utils.data.dataloader": _install})
+        EPOCH.before(_change)
 
 
 _changes: list[tuple[Callable[[Any], None], KnobResult, Callable[[Any], str]]] = []
 
 
-def _install(module: Any) -> None:
+def _change(loader: Any) -> None:
+    """Change a loader that is iterated for the first time."""
     import torch
 
-    kind = module.DataLoader
-    iterate = kind.__iter__
-
-    def changed(loader: Any) -> Any:
-        if torch.is_grad_enabled() and "_paceline_knobs" not in loader.__dict__:
-            loader.__dict__["_paceline_knobs"] = True
-            for change, turned, unfit in _changes:
-                if why := unfit(loader):
-                    turned.not_done(why)
-                else:
-                    change(loader)
-                    turned.done()
-        return iterate(loader)
-
-    kind.__iter__ = changed
+    if torch.is_grad_enabled() and "_paceline_knobs" not in loader.__dict__:
+        loader.__dict__["_paceline_knobs"] = True
+        for change, turned, unfit in _changes:
+            if why := unfit(loader):
+                turned.not_done(why)
+            else:
+                change(loader)
+                turned.done()

@@ -35,8 +35,8 @@ from ...cluster.rank_identity import (
 from ...cluster.schedulers.env_numbers import openmp_threads
 from ...knobs import tuning
 from ...knobs.apply import apply_knobs
+from ...observe.attach import attach, detach
 from ...record import trial_reports
-from ...record.attach import attach, detach
 from ...record.hooks import script_options
 from ...record.hooks.error_messages import EXIT_CODE, format_error, is_peer_gone, summarize_error
 from ...record.hooks.group_shutdown import patch_destroy_process_group

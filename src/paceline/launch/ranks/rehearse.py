@@ -36,7 +36,7 @@ from ...comm.rehearsal.calls import CallLog, KeptResult, RanksDifferError
 from ...comm.rehearsal.cuda_on_cpu import MISSING_GPU
 from ...comm.rehearsal.install import VARIABLE as RANK_VARIABLE
 from ...comm.rehearsal.lone_store import RehearsalLimitError
-from ...record.attach import current_recorder
+from ...observe.attach import current_recorder
 from ...record.hooks.error_messages import line_of_error, summarize_error
 from ...record.hooks.import_hooks import after_import
 from ...record.ring.launcher_messages import notify, send_to_launcher

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ...comm.group_device import exchangeable
 from ...comm.members.exchange_objects import all_gather_objects
-from ...record.hooks.sharded.whole_gradients import whole_gradient
+from ...record.hooks.sharded.block_labels import whole_gradient
 from ...record.rank_places import placed_ranks
 from ..blocks import WITHOUT_FORWARD
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
-from ...record.hooks.sharded.whole_gradients import whole_gradient
+from ...record.hooks.sharded.block_labels import whole_gradient
 from ..blocks import gathered_blocks, names_in
 from ..materialization import Materialization
 from ..mesh import Mesh

@@ -4,15 +4,15 @@ They are the resources that each phase used, how far the batch sizes explain the
 and facts about the script (threads, layers, parameters, DDP options).
 """
 
-import functools
 import os
 import statistics
 import time
-import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet, ref
 
-from ..hooks.import_hooks import after_import
+from ..hooks import taps
 from ..ring.recorder import clock_id
 from ..ring.resource_usage import OtherThreads, measure_page_fault_s, read_usage, usage_between
 from .switches import GarbageCollector
@@ -36,18 +36,16 @@ class Observer:
         self._start_times: list[float] = []
         self._stop_times: list[float] = []
         self._training_dataset: int | None = None
-        self.ddp_models: list[weakref.ref[Any]] = []
+        self.ddp_models: list[ref[Any]] = []
+        self.optimizers: WeakSet[Any] = WeakSet()  # that have stepped
         self._search_time = 0.0
 
     def install(self) -> None:
         self.facts["mask_at_start"] = _cpu_mask()
-        after_import(
-            {
-                "torch.nn.modules.module": self._hook_modules,
-                "torch.optim.optimizer": self._hook_optimizers,
-                "torch.nn.parallel.distributed": self._hook_ddp,
-            }
-        )
+        taps.on_import("torch.nn.modules.module", self._hook_modules)
+        taps.on_step(after=self._note_optimizer)
+        taps.REPLICA.after(self._note_replica)
+        taps.REPLICA_FORWARD_END.around(self._end_forward)
 
     # Phases
 
@@ -117,7 +115,7 @@ class Observer:
         def inspect_layer(layer: Any, inputs: Any) -> None:
             if type(layer).__name__ in CONVOLUTIONS and layer.weight.dim() == 4:
                 if all(one() is not layer for one in self.convolutions):
-                    self.convolutions.append(weakref.ref(layer))
+                    self.convolutions.append(ref(layer))
                     self.facts["convolutions"] = len(self.convolutions)
                 if inputs and hasattr(inputs[0], "dim") and inputs[0].dim() == 4:
                     self._detect_channels_last(layer, inputs[0])
@@ -133,26 +131,21 @@ class Observer:
         if layer.weight.is_contiguous(memory_format=last) and not layer.weight.is_contiguous():
             self.facts["channels_last"] = True
 
-    def _hook_optimizers(self, module: Any) -> None:
-        def inspect_optimizer(optimizer: Any, *_: Any) -> None:
-            """Sum the bytes of the trained parameters by dtype, once for each optimizer."""
-            if optimizer in self._known_optimizers:
-                return
-            self._known_optimizers.add(optimizer)
-            sizes: dict[str, int] = self.facts.setdefault("parameters", {})
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    dtype = str(parameter.dtype).removeprefix("torch.")
-                    sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
-
-        self._known_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Never removed: the set-up ends in a hook of the same table, over which PyTorch iterates.
-        module.register_optimizer_step_post_hook(inspect_optimizer)
+    def _note_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """Sum the bytes of the trained parameters by dtype, once for each optimizer."""
+        if optimizer in self.optimizers:
+            return
+        self.optimizers.add(optimizer)
+        sizes: dict[str, int] = self.facts.setdefault("parameters", {})
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
 
     def gradient_addresses(self) -> tuple[set[int], set[int], int]:
         """Return the addresses of all gradients, those of parameters, and the gradients' bytes."""
         gradients, parameters, size = set(), set(), 0
-        for optimizer in self._known_optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameters.add(parameter.data_ptr())
@@ -161,26 +154,18 @@ class Observer:
                         size += parameter.grad.nbytes
         return gradients, parameters, size
 
-    def _hook_ddp(self, module: Any) -> None:
-        kind = module.DistributedDataParallel
-        make, after = kind.__init__, kind._post_forward
+    def _note_replica(self, _: None, replica: Any, *__: Any, **___: Any) -> None:
+        self.ddp_models.append(ref(replica))
 
-        @functools.wraps(make)
-        def init(replica: Any, *args: Any, **options: Any) -> None:
-            make(replica, *args, **options)
-            self.ddp_models.append(weakref.ref(replica))
-
-        @functools.wraps(after)
-        def post_forward(replica: Any, output: Any) -> Any:
-            if not replica.find_unused_parameters or replica.static_graph:
-                return after(replica, output)
-            start = time.perf_counter()
-            try:
-                return after(replica, output)
-            finally:
-                self._search_time += time.perf_counter() - start
-
-        kind.__init__, kind._post_forward = init, post_forward
+    def _end_forward(self, end: Callable[..., Any], replica: Any, output: Any) -> Any:
+        """Measure the search for unused parameters, with which DDP ends a forward."""
+        if not replica.find_unused_parameters or replica.static_graph:
+            return end(replica, output)
+        start = time.perf_counter()
+        try:
+            return end(replica, output)
+        finally:
+            self._search_time += time.perf_counter() - start
 
     def end_setup(self) -> None:
         """Store facts about the set-up, and remove the hook that slows down module calls."""
@@ -195,7 +180,7 @@ class Observer:
 
     def finish(self) -> None:
         """Store the last facts; called when nothing of the script runs any more."""
-        replicas = [one for one in (ref() for ref in self.ddp_models) if one is not None]
+        replicas = [one for found in self.ddp_models if (one := found()) is not None]
         if replicas:
             self.facts["ddp"] = _ddp_options(max(replicas, key=_gradient_bytes))
         self.facts["fault_s"] = _rounded(measure_page_fault_s())

@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import thread as executor_threads
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from ..ring.stack_sampler import LIBRARY_PREFIXES
 
@@ -27,16 +28,24 @@ PATIENCE_STEPS = 5.0  # the same, in durations of the longest step
 _STARTERS = (threading.__file__, executor_threads.__file__)
 
 
-class Switch(Protocol):
+class Switch(ABC):
     """One part that can be switched off and on again."""
 
+    @abstractmethod
     def off(self) -> None: ...
+
+    @abstractmethod
     def on(self) -> None: ...
-    def after_step(self) -> None: ...
-    def results(self) -> dict[str, Any]: ...
+
+    def after_step(self) -> None:  # noqa: B027
+        """Note the end of a step."""
+
+    def results(self) -> dict[str, Any]:
+        """Return what the record's header says of the phase."""
+        return {}
 
 
-class GarbageCollector:
+class GarbageCollector(Switch):
     """Python's cyclic garbage collector: automatic collections, and calls of ``gc.collect``."""
 
     def __init__(self) -> None:
@@ -73,9 +82,6 @@ class GarbageCollector:
             gc.enable()
         self._is_off = False
 
-    def after_step(self) -> None:
-        """Do nothing: a step needs no work."""
-
     def begin(self) -> None:
         """Start to measure the collections of a phase."""
         self._seconds, self._count = 0.0, 0
@@ -109,7 +115,7 @@ class GarbageCollector:
                 self._lines[at] = self._lines.get(at, 0.0) + took
 
 
-class BufferBroadcasts:
+class BufferBroadcasts(Switch):
     """DDP's broadcasts of the buffers before a forward.
 
     All ranks switch after the same optimizer step, so that they call the same collectives.
@@ -135,15 +141,12 @@ class BufferBroadcasts:
             model.broadcast_buffers = True
         self._switched = []
 
-    def after_step(self) -> None:
-        """Do nothing: a step needs no work."""
-
     def results(self) -> dict[str, Any]:
         """Return the number of models that broadcast buffers."""
         return {"broadcasting": self._count}
 
 
-class ScriptThreads:
+class ScriptThreads(Switch):
     """The Python threads of the script other than the training thread.
 
     A thread is paused by its trace function, between two lines of the script's own code. It does
@@ -228,3 +231,69 @@ class ScriptThreads:
 
 def _is_script(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(LIBRARY_PREFIXES)
+
+
+class ContiguousFormat(Switch):
+    """The contiguous memory format of convolution weights and of cached images.
+
+    Args:
+        convolutions: Weak references to the layers.
+        batches: The ``CachedBatches``, whose images get the same format.
+    """
+
+    def __init__(self, convolutions: Sequence[Any], batches: Any) -> None:
+        self._convolutions, self._batches = convolutions, batches
+
+    def off(self) -> None:
+        import torch
+
+        self._set(torch.channels_last)
+
+    def on(self) -> None:
+        import torch
+
+        self._set(torch.contiguous_format)
+
+    def _set(self, memory_format: Any) -> None:
+        for ref in self._convolutions:
+            if (layer := ref()) is not None:
+                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
+
+        def convert(leaf: Any) -> Any:
+            fits = hasattr(leaf, "dim") and leaf.dim() == 4
+            return leaf.contiguous(memory_format=memory_format) if fits else leaf
+
+        self._batches.convert = convert
+
+
+# Make a script that computes in float64 compute in float32, to measure what float64 costs.
+#
+# Every way in which scripts usually ask for float64 gives float32. A script that asks in another
+# way, or that needs the range of float64, may fail; the experiment is then left out.
+
+
+def use_single_precision(torch: Any) -> None:
+    """Patch ``torch``; must precede the script's own use of it."""
+    double, single = torch.float64, torch.float32
+    torch.float64 = torch.double = single
+    torch.Tensor.double, torch.nn.Module.double = torch.Tensor.float, torch.nn.Module.float
+    for name in ("tensor", "as_tensor", "asarray", "from_numpy"):
+        setattr(torch, name, _narrowed(getattr(torch, name), double, single))
+    set_default = torch.set_default_dtype
+
+    @functools.wraps(set_default)
+    def set_default_dtype(dtype: Any) -> None:
+        set_default(single if dtype == double else dtype)
+
+    torch.set_default_dtype = set_default_dtype
+
+
+def _narrowed(make: Callable[..., Any], double: Any, single: Any) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def narrowed(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        if made.dtype != double:
+            return made
+        return made.detach().to(single).requires_grad_(made.requires_grad)
+
+    return narrowed

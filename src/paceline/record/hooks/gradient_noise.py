@@ -19,7 +19,7 @@ from ..pending_value import PendingValue, is_capturing
 from ..ring.recorder import Recorder, now
 from ..ring.states import SQUARE_OFFSET, SQUARE_UNIT, Op, State
 from .hook_failures import failed_hooks, report_failure
-from .import_hooks import after_import
+from .taps import SCALE_LOSS
 
 MAX_COST = 0.003  # share of the time of the steps between two samples
 FIRST_STEP = 2  # DDP's first step exchanges other buckets than later ones
@@ -42,20 +42,9 @@ class _LossScale:
     is_noted: ClassVar[bool] = False
 
 
-def _note_scales(module: Any) -> None:
+def _note_scale(scaled: Any, scaler: Any, *_: Any, **__: Any) -> None:
     """Note the scale with which a gradient scaler scales a loss. It changes from step to step."""
-    if _LossScale.is_noted:
-        return
-    _LossScale.is_noted = True
-    original = module.GradScaler.scale
-
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        _LossScale.value = self._scale
-        return scaled
-
-    module.GradScaler.scale = scale
+    _LossScale.value = scaler._scale
 
 
 class GradientNoise:
@@ -74,7 +63,9 @@ class GradientNoise:
         self._due, self._interval = FIRST_STEP, 1
         self._sampled_ns, self._last_end = 0, now()
         self._waiting: deque[tuple[int, int, PendingValue, PendingValue]] = deque()
-        after_import({"torch.amp.grad_scaler": _note_scales})
+        if not _LossScale.is_noted:
+            _LossScale.is_noted = True
+            SCALE_LOSS.after(_note_scale)
         self._begin()
 
     def _begin(self) -> None:

@@ -13,36 +13,46 @@ Patch = Callable[[Any], None]  # is called with the module
 
 def after_import(patches: dict[str, Patch]) -> None:
     """Call each patch with its module: now if it is imported, otherwise after its import."""
-    waiting = {}
     for name, patch in patches.items():
         if name in sys.modules:
             patch(sys.modules[name])
         else:
-            waiting[name] = patch
-    if waiting:
-        sys.meta_path.insert(0, _Finder(waiting))
+            _finder.patches.setdefault(name, []).append(patch)
+    if _finder.patches and sys.meta_path[0] is not _finder:  # before finders of other libraries
+        sys.meta_path[:] = [_finder, *(one for one in sys.meta_path if one is not _finder)]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder that delegates to the other finders and patches the module after its loader ran."""
+    """A finder that delegates to the other finders and patches the module after its loader ran.
 
-    def __init__(self, patches: dict[str, Patch]) -> None:
-        self.patches = patches
+    A module that is only looked for (``importlib.util.find_spec``) is patched at its later import.
+    """
+
+    def __init__(self) -> None:
+        self.patches: dict[str, list[Patch]] = {}
+        self._searched: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        patch = self.patches.pop(name, None)  # popped: the search below does not come back here
-        if patch is None:
+        if name not in self.patches or name in self._searched:
             return None
-        spec = importlib.util.find_spec(name)
+        self._searched.add(name)  # the search below does not come back here
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searched.discard(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                patch(module)
+                for patch in self.patches.pop(name, ()):
+                    patch(module)
 
             loader: Any = spec.loader
             loader.exec_module = exec_module
         return spec
+
+
+_finder = _Finder()

@@ -231,7 +231,7 @@ class LoopRecorder:
             if thread != self._thread and not self._takes_over(thread):
                 return
             running = self._running_optimizer()
-            if running is not None and running is not optimizer and _is_stepping(running):
+            if running is not None and running is not optimizer and is_stepping(running):
                 return  # an optimizer inside another optimizer's step
             if self._running_module is not None:  # its forward contains the training loop
                 self._loop_modules.add(self._running_module)
@@ -307,7 +307,7 @@ def _no_optimizer() -> None:
     return None
 
 
-def _is_stepping(optimizer: Optimizer) -> bool:
+def is_stepping(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's step is on this thread's stack.
 
     It is not if the step has raised an exception, which ends it without its hooks.

@@ -6,13 +6,31 @@ the state in which it lay. The run delay of the rank's other threads, and of its
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .states import CoreWait, State
-from .thread_ids import native_thread_id
+
+
+def native_thread_id(ident: int) -> int | None:
+    """Return the kernel's id (Linux: TID) of a thread of this process.
+
+    ``threading.Thread.native_id`` of the main thread is that of the parent process after a fork
+    (Python 3.11 and 3.12). The main thread's TID is the PID.
+
+    Args:
+        ident: ``threading.get_ident()`` of the thread.
+
+    Returns:
+        None if Python does not know the thread, or it has not begun.
+    """
+    if ident == threading.main_thread().ident:
+        return os.getpid()
+    return next((one.native_id for one in threading.enumerate() if one.ident == ident), None)
+
 
 MIN_WAIT_NS = 50_000  # a shorter wait is added to the next one, so that it costs no event
 MIN_INTERVAL_NS = 200_000  # between two readings, of about 2 µs each: at most 1 % of the time

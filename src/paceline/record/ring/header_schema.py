@@ -245,7 +245,7 @@ class TensorBytes(TypedDict):
 
 
 class ChildProcesses(TypedDict):
-    """Processes that the rank started, which trained without a process group (record/attach.py)."""
+    """Processes that a rank started, which trained without a process group (observe/attach.py)."""
 
     count: NonNegativeInt
     steps: NonNegativeInt

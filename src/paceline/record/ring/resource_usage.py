@@ -15,11 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .core_wait import child_pids
-from .frame_lines import frame_line
+from .core_wait import child_pids, native_thread_id
 from .recorder import now
-from .stack_sampler import LIBRARY_PREFIXES
-from .thread_ids import native_thread_id
+from .stack_sampler import LIBRARY_PREFIXES, frame_line
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = mmap.PAGESIZE

@@ -5,13 +5,12 @@ split their data as well, which must not differ. In them, the global generators 
 anew at the first iterator of a loader or the first backward, after the model was constructed.
 """
 
-import functools
 import os
 import random
 import sys
 from typing import Any
 
-from ..hooks.import_hooks import after_import
+from ..hooks.taps import BACKWARD, EPOCH
 
 VARIABLE = "PACELINE_SEED_SHIFT"
 STRIDE = 7919  # between seeds, so that they do not coincide with those of other ranks
@@ -27,10 +26,11 @@ def seed_shift() -> int:
 def install() -> None:
     """Shift the seeds of this process, if a reference is made."""
     if seed_shift():
-        after_import({"torch.utils.data.dataloader": _patch, "torch.autograd": _patch_backward})
+        EPOCH.before(shift_once)
+        BACKWARD.before(shift_once)
 
 
-def shift_once() -> None:
+def shift_once(*_: Any, **__: Any) -> None:
     """Seed the global random number generators anew, the first time."""
     global _is_done
     if _is_done:
@@ -49,24 +49,3 @@ def note_seeded() -> None:
     """Shift nothing: ``paceline.init`` has added the shift."""
     global _is_done
     _is_done = True
-
-
-def _patch(module: Any) -> None:
-    original = module.DataLoader.__iter__
-
-    @functools.wraps(original)
-    def iterate(self: Any) -> Any:
-        shift_once()
-        return original(self)
-
-    module.DataLoader.__iter__ = iterate
-
-
-def _patch_backward(module: Any) -> None:
-    original = module._engine_run_backward
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        shift_once()
-        return original(*args, **kwargs)
-
-    module._engine_run_backward = run_backward

@@ -18,12 +18,42 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..hooks import taps
 from ..hooks.hook_failures import failed_hooks, report_failure
-from ..hooks.import_hooks import after_import
 from ..pending_value import PendingValue, is_capturing
 from ..ring.launcher_messages import send_to_launcher
 from ..ring.recorder import Recorder
-from .parameter_bits import is_whole, parameter_bits
+
+# A checksum of parameters, by which ranks see whether they hold the same ones.
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTOR = 1_000_003  # so that parameters that are exchanged change the sum
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a plain one, and not a rank's part of a sharded parameter."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_sparse
+
+
+def parameter_bits(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of the bits of parameters as one int64; None without a whole parameter."""
+    total: torch.Tensor | None = None
+    for parameter in parameters:
+        if not is_whole(parameter) or not parameter.numel():
+            continue
+        tensor = parameter.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        aligned = tensor.is_contiguous() and tensor.data_ptr() % 8 == 0
+        if aligned and tensor.nbytes % 8 == 0:  # ten times as fast as widening each element
+            tensor = tensor.flatten().view(torch.int64)
+        one = tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+        if total is not None and total.device != one.device:
+            one = one.to(total.device)
+        total = one if total is None else total * _FACTOR + one
+    return total
+
 
 VARIABLE = "PACELINE_GUARD"
 EACH = "each"
@@ -34,7 +64,6 @@ BITS_INTERVAL = 4  # steps between two checksums of the parameters, at least
 MAX_BITS_INTERVAL = 64
 BITS_COST = 0.02  # of the time of the steps between, at most
 _HOOK = "the guard"
-_in_backward = torch._C._current_graph_task_id
 
 
 @dataclass
@@ -95,13 +124,8 @@ class StepWatch:
 
     def install(self) -> None:
         """Hook torch's backward, gradient scaler and optimizers in this process."""
-        after_import(
-            {
-                "torch.autograd": self._patch_backward,
-                "torch.amp.grad_scaler": _patch_scaler,
-                "torch.optim.optimizer": self._patch_optimizers,
-            }
-        )
+        taps.on_loss(self._on_loss)
+        taps.on_step(before=self._before_step)
         atexit.register(self.flush)
 
     def note_loss(self, loss: Any) -> None:
@@ -207,23 +231,13 @@ class StepWatch:
 
     # Hooks
 
-    def _patch_backward(self, module: Any) -> None:
-        original = module._engine_run_backward
-
-        def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # torch.autograd.grad passes accumulate_grad=False; a nested backward recomputes
-            is_loss = not self.ignores_backward and kwargs.get("accumulate_grad", True)
-            if is_loss and len(tensors) == 1 and _HOOK not in failed_hooks and _in_backward() == -1:
-                try:
-                    self.note_loss(getattr(tensors[0], "_paceline_unscaled", tensors[0]))
-                except Exception as error:
-                    report_failure(_HOOK, error)
-            return original(tensors, *args, **kwargs)
-
-        module._engine_run_backward = run_backward
-
-    def _patch_optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_pre_hook(self._before_step)
+    def _on_loss(self, loss: torch.Tensor) -> None:
+        if self.ignores_backward or _HOOK in failed_hooks:
+            return
+        try:
+            self.note_loss(loss)
+        except Exception as error:
+            report_failure(_HOOK, error)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if _HOOK in failed_hooks or is_capturing():
@@ -253,19 +267,6 @@ def _total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     same = [norm.to(device=device, dtype=torch.float32) for norm in norms]
     total: torch.Tensor = torch.stack(same).norm()
     return total
-
-
-def _patch_scaler(module: Any) -> None:
-    """Remember the loss that a gradient scaler scales."""
-    original = module.GradScaler.scale
-
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
-            scaled._paceline_unscaled = outputs.detach()  # type: ignore[attr-defined]
-        return scaled
-
-    module.GradScaler.scale = scale
 
 
 def install(recorder: Recorder) -> None:

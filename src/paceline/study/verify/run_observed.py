@@ -1,5 +1,5 @@
 """Runs of the user's script for ``paceline verify``: each a ``paceline run`` whose ranks observe
-their training (record/training).
+their training (observe).
 """
 
 import math
@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...launch.job import Job, check, preloads
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts_file import read_facts
-from ...record.training.run_folder import NOT_SHARED
-from ...record.training.settings import VARIABLE, VerifySettings
-from ...record.training.user_lines import is_users_file, place
+from ...observe.facts.ranks import RankFacts
+from ...observe.facts_file import read_facts
+from ...observe.settings import NOT_SHARED, VARIABLE, VerifySettings
+from ...observe.user_lines import is_users_file, place
 from ...report.numbers import elapsed
 from ...security.files import open_regular
 from ...security.shared_folder import write_token
@@ -30,7 +29,7 @@ CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 OBSERVED = (
     "paceline.cli",
     "paceline.record.hooks.torch_patches",
-    "paceline.record.training.observe",
+    "paceline.observe.training_observer",
 )
 # What a run prints whose rank has not enough memory: torch, the system, the launcher.
 _NO_MEMORY = re.compile(

@@ -12,10 +12,10 @@ from ...analyze.verification.determinism import describe_noise, suspicious_noise
 from ...analyze.verification.replay import NOT_COMPARED, Replay, draws_of
 from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
 from ...analyze.verification.view import View
-from ...record.training.facts.models import FLAT
-from ...record.training.facts.ranks import RankFacts
-from ...record.training.replays.joined_batches import CANNOT_JOIN
-from ...record.training.settings import VerifySettings
+from ...observe.facts.models import FLAT
+from ...observe.facts.ranks import RankFacts
+from ...observe.replays.joined_batches import CANNOT_JOIN
+from ...observe.settings import VerifySettings
 from ..trials import ScriptRequest
 from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError
 

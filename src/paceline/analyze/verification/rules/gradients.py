@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.steps import BackwardFacts, ClipFacts
+from ....observe.facts.ranks import RankFacts
+from ....observe.facts.steps import BackwardFacts, ClipFacts
 from ..comparison import COMBINED, Difference, What, joint_factor
 from ..exchange import Exchange, Kind
 from ..mistakes import MISTAKES, Finding, Nature

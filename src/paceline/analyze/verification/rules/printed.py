@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....record.training.facts.events import MetricFacts, OutputFacts
-from ....record.training.facts.models import AVERAGE
-from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.samples import Phase
+from ....observe.facts.events import MetricFacts, OutputFacts
+from ....observe.facts.models import AVERAGE
+from ....observe.facts.ranks import RankFacts
+from ....observe.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import Vectors, distance, vectors
 from ..replay import NOISE_FACTOR

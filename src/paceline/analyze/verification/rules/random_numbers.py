@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from ....record.training.facts.events import DrawFacts
-from ....record.training.facts.samples import Phase
+from ....observe.facts.events import DrawFacts
+from ....observe.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Stream
 from ..view import View, ranks_text

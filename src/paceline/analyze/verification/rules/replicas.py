@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ....record.training.facts.models import AVERAGE, ModelFacts, StateFacts
-from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.samples import Phase
-from ....record.training.facts.steps import StepFacts
+from ....observe.facts.models import AVERAGE, ModelFacts, StateFacts
+from ....observe.facts.ranks import RankFacts
+from ....observe.facts.samples import Phase
+from ....observe.facts.steps import StepFacts
 from ..comparison import STATISTICS
 from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import SAME, apart, distance, vectors

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....record.training.facts.events import FileFacts
-from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.samples import BatchFacts, Phase
+from ....observe.facts.events import FileFacts
+from ....observe.facts.ranks import RankFacts
+from ....observe.facts.samples import BatchFacts, Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Sample, streams
 from ..relations import SAME, apart, distance, vectors

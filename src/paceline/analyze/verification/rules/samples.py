@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
-from ....record.training.facts.samples import BatchFacts, Phase
+from ....observe.facts.samples import BatchFacts, Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import JointPass, RankPass, Sample, Stream, streams
 from ..view import View, ranks_text

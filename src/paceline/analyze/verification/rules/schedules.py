@@ -7,8 +7,8 @@ choice, and asked with both values.
 from collections.abc import Iterator
 from math import isclose
 
-from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.steps import ScheduleFacts
+from ....observe.facts.ranks import RankFacts
+from ....observe.facts.steps import ScheduleFacts
 from ..mistakes import MISTAKES, Finding
 from ..steps import JointStep, joint_steps
 from ..view import View

@@ -12,9 +12,8 @@ from typing import Any
 from ...ring.recorder import Recorder
 from ...ring.stack_sampler import LIBRARY_PREFIXES
 from ...ring.states import Op
-from .activity import Described, StackDescriber
+from .activity import Described, StackDescriber, StackTable
 from .sidecar import MAX_COLLECTIVE_SITES, MAX_SAMPLES, CollectiveKind, CollectiveSite
-from .table import StackTable
 
 MAX_METRIC_BYTES = 1024  # of one rank: more than that is no count, loss or metric
 # Size of a reduced tensor, relative to all gradients: then it holds copies of them, of any dtype.

@@ -27,9 +27,9 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from ...ring.core_wait import native_thread_id
 from ...ring.launcher_messages import notify
 from ...ring.recorder import now
-from ...ring.thread_ids import native_thread_id
 from .activity import Described, StackDescriber
 from .sidecar import Activity
 

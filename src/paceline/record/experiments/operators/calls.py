@@ -1,12 +1,127 @@
 """Calls of operators in the profiled steps: what was noted of each, and what follows from all."""
 
 import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Protocol
 
-from .backward_graph import BackwardGraph
-from .backward_runs import BackwardRun
+import torch
+
 from .call_sites import Line
 from .machine_limits import DispatchCost
+
+# Backwards that run through the same operators as another backward of their step.
+
+
+SECOND_BACKWARD = "second backward"  # phase of their operators
+MAX_NODE = 1 << 60  # nodes that accumulate gradients all have a larger number
+
+
+class BackwardCall(Protocol):
+    """A call of an operator, as far as it is changed here."""
+
+    line: Line
+    phase: str
+
+
+@dataclass
+class BackwardRun:
+    """One run of the autograd engine.
+
+    Attributes:
+        line: Line of the script that began it.
+        accumulates: Whether it adds to the gradients of parameters, as ``loss.backward()``.
+        creates_graph: Whether its gradients can be differentiated again.
+        calls: Operators, by the number of their node in the autograd graph.
+    """
+
+    line: Line
+    accumulates: bool
+    creates_graph: bool
+    calls: dict[int, list[BackwardCall]] = field(default_factory=dict)
+
+
+def mark_second_backwards(runs: list[BackwardRun]) -> None:
+    """Set phase and line of operators of a backward that another one runs through, too.
+
+    Of two backwards, that is the one that does not accumulate gradients, else the later one. A
+    backward of second order has to run through the operators again.
+    """
+    for earlier, later in combinations(runs, 2):
+        if earlier.creates_graph:
+            continue
+        second = earlier if later.accumulates and not earlier.accumulates else later
+        for node in earlier.calls.keys() & later.calls.keys():
+            for call in second.calls[node] if node < MAX_NODE else ():
+                call.phase, call.line = SECOND_BACKWARD, second.line
+
+
+# Which operators of a forward a loss depends on, and which of their gradients nobody uses.
+
+
+class BackwardGraph:
+    """Autograd graphs of the backwards of one step.
+
+    Operators are identified by their sequence number, which the node of the autograd graph has.
+
+    Attributes:
+        reached: Operators that the losses depend on.
+        unneeded: Those whose gradient leads only to parameters that no optimizer updates.
+    """
+
+    def __init__(self, optimized: Callable[[], set[int]]) -> None:
+        """``optimized``: returns the ids of all parameters that optimizers update, or none if these
+        may not be the leaves of the graph.
+        """
+        self.reached: set[int] = set()
+        self.unneeded: set[int] = set()
+        self._optimized = optimized
+
+    def add(self, outputs: Iterable[torch.Tensor], whole: bool) -> None:
+        """Add the graph of ``outputs``, on which a backward begins.
+
+        ``whole``: gradients of all leaves are computed, and not those of selected inputs.
+        """
+        roots = [one.grad_fn for one in outputs if one.grad_fn is not None]
+        order = _postorder(roots)
+        self.reached |= {node._sequence_nr() for node in order}
+        optimized = self._optimized()
+        if not whole:
+            return
+        leaves = {id(node): node.variable for node in order if hasattr(node, "variable")}
+        if not any(id(leaf) in optimized for leaf in leaves.values()):
+            return
+        needed: dict[Any, bool] = {}
+        for node in order:
+            leaf = leaves.get(id(node))
+            if leaf is not None:
+                is_parameter = isinstance(leaf, torch.nn.Parameter)
+                needed[node] = not is_parameter or id(leaf) in optimized
+            else:
+                after = [needed[one] for one, _ in node.next_functions if one is not None]
+                needed[node] = any(after) or not after
+        self.unneeded |= {
+            node._sequence_nr() for node in order if not needed[node] and id(node) not in leaves
+        }
+
+
+def _postorder(roots: list[Any]) -> list[Any]:
+    """Return all nodes of the graph, each one after those that its gradient goes to."""
+    order, seen = [], set(roots)
+    stack = [(root, iter(root.next_functions)) for root in dict.fromkeys(roots)]
+    while stack:
+        node, edges = stack[-1]
+        for child, _ in edges:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append((child, iter(child.next_functions)))
+                break
+        else:
+            stack.pop()
+            order.append(node)
+    return order
+
 
 SMALL_FACTOR = 3.0  # a small operator takes at most this many times as long as one on one element
 

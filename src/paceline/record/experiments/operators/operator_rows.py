@@ -9,8 +9,8 @@ import os
 import statistics
 import sys
 import time
-import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,26 +62,20 @@ class _Row:
 class OperatorRun:
     """The profile of one rank: begun after the measured steps, written after the last step."""
 
-    def __init__(self, step_s: float, core_wait: float = 1.0) -> None:
+    def __init__(self, optimizers: Iterable[Any], step_s: float, core_wait: float = 1.0) -> None:
         """Args:
+        optimizers: Those that have stepped so far.
         step_s: Duration of a step without the profile, in seconds.
         core_wait: Factor by which waits for a core lengthen the computation of these steps.
         """
         self._step_s, self._core_wait = step_s, core_wait
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._hook: Any = None
+        self._optimizers = optimizers
         self._profiler: OperatorProfiler | None = None
         self._device = "cpu"
         self._began = time.perf_counter()
 
     def start(self) -> None:
         """Begin the profile; called between two steps."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        def note_optimizer(optimizer: Any, *_: Any) -> None:
-            self._optimizers.add(optimizer)
-
-        self._hook = register_optimizer_step_pre_hook(note_optimizer)
         if torch.cuda.is_initialized():
             self._device = "cuda"
         self._cost = measure_dispatch(self._device)
@@ -112,7 +106,6 @@ class OperatorRun:
         """End the profile; return the content of the file."""
         assert self._profiler is not None
         steps = self._profiler.stop()[PROFILE_WARM_UP:][:PROFILE_USED]
-        self._hook.remove()
         correct_times(steps, self._cost, self._device)
         return {
             "version": FORMAT_VERSION,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ...ring.header_schema import MAX_BLOCK_CHARS, MAX_BLOCKS
 from ...ring.recorder import Recorder
 from ...ring.states import FIRST_BLOCK_PEER, NO_PEER
@@ -117,3 +119,15 @@ def patch_param_groups(recorder: Recorder, module: Any) -> None:
     for name in _LABELLED:
         method = getattr(module.FSDPParamGroup, name)
         setattr(module.FSDPParamGroup, name, labels.labelled(method))
+
+
+# Gradients of whole parameters that FSDP2 has not reduced yet.
+
+
+def whole_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of an ``FSDPParam`` that no exchange has taken yet; None without one."""
+    accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    if accumulated is not None:
+        return accumulated
+    whole = getattr(parameter, "_unsharded_param", None)
+    return None if whole is None else whole.grad

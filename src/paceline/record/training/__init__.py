@@ -1,1 +1,0 @@
-"""Facts about a training for ``paceline verify``: samples, gradients, random numbers, states."""

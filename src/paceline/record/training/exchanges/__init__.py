@@ -1,1 +1,0 @@
-"""What a rank sends, prints, saves and loads."""

@@ -1,1 +1,0 @@
-"""Random numbers: where they are drawn and seeded."""
