@@ -93,10 +93,10 @@ def even_parts(shape: Sequence[int], groups: SpatialGroups) -> dict[int, Partiti
                 "for sequences, h and w for images, d, h and w for volumes"
             )
         if shape[dim] < len(line.ranks):
+            fewer = f"{axis[0]}{shape[dim]}" if shape[dim] > 1 else f"without {axis[0]}"
             raise ValueError(
                 f"an input of shape {tuple(shape)} has {counted(shape[dim], 'row')} along the "
-                f"{axis} for {len(line.ranks)} ranks. HINT: layout {axis[0]}{shape[dim]}, or "
-                "larger samples"
+                f"{axis} for {len(line.ranks)} ranks. HINT: a layout {fewer}, or larger samples"
             )
         parts[dim] = Partition.even(axis, shape[dim], len(line.ranks))
     return parts
