@@ -4,15 +4,14 @@ import copy
 import re
 from pathlib import Path
 
-import paceline
 import thread_ranks
 import torch
 from torch import nn
 
+import paceline
+
 PAGE = Path(paceline.__file__).parents[2] / "docs/explanation/spatial-layouts.md"
 TOLERANCE = 1e-12
-
-
 
 
 # name in the table: layers, each with the shape of its samples
@@ -82,5 +81,7 @@ def test_layers_that_peers_were_tried_with_are_right():
 
 
 def test_the_table_of_the_page_has_these_layers():
-    rows = re.findall(r"^\| ([^|]+?) \| [^|]+ \| [^|]+ \| right \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+?) \| [^|]+ \| [^|]+ \| right \|$", PAGE.read_text(), re.MULTILINE
+    )
     assert rows == list(LAYERS)

@@ -28,7 +28,9 @@ def test_gradients_of_gradients_are_refused_with_the_name_of_the_layer(layer, na
 def test_the_hint_for_a_sample_of_one_row_is_a_layout_without_the_axis():
     def train(world):
         model = world.distribute(nn.Conv2d(3, 2, 1), layout="h2", compare=False)
-        with pytest.raises(ValueError, match="1 row along the height for 2 ranks. HINT: a layout w"):
+        with pytest.raises(
+            ValueError, match=r"1 row along the height for 2 ranks\. HINT: a layout w"
+        ):
             model(torch.randn(1, 3, 1, 5))
 
     thread_ranks.run(train)
