@@ -172,6 +172,8 @@ INTERFACES = {
     "fsdp_state._is_root": "whether a sharded module is the model",
     "fsdp_state._modules": "the modules of a state",
     "fsdp._set_unshard_async_op": "gathers that overlap with computing on a CPU",
+    "fsdp_state._register_pre_backward_hook": "wrapped: tensors of which a rank has a part",
+    "fsdp_group._register_post_backward_hook": "wrapped: tensors of which a rank has a part",
     "fsdp_group._module_fqn": "name of a block, in the record",
     "fsdp_state._training_state": "whether a method is called inside a forward",
     "fsdp_group._partial_reduce_output": "gradients that wait for the exchange between hosts",

@@ -18,6 +18,7 @@ from .format import shard_format
 from .format.decode import decode
 from .format.meta_schema import MAX_SAMPLE_BYTES, nbytes
 from .format.sample_names import SampleNames
+from .format.sample_part import read_part
 from .format.shard_format import (
     FILE,
     IMAGE,
@@ -35,6 +36,7 @@ from .staging.fetch_shards import whole
 from .staging.staged_sets import open_staged_here
 
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
+CHANGED = "a byte has changed (its checksum differs)"
 MAX_CLASSES = 1 << 24
 ROW_BYTES = shard_format.ROW_STRUCT.size
 LOOK_S = 5.0  # interval between two checks whether a shard has been staged
@@ -260,6 +262,40 @@ class Shards:
             array = array.copy()
         return array, label
 
+    def read_part(self, i: int, part: Any, label_part: Any) -> tuple[Any, Any]:
+        """Return parts of a sample and of its label, as copies; None for a part: all of it.
+
+        Of a sample that is not compressed, other bytes are hardly read. Its checksum is that of the
+        whole sample, which ``check_sample`` compares.
+        """
+        row = self.row(i)
+        if row.encoding != RAW:
+            array, label = self.read(i, ScratchBuffer())
+            return array[part or ...].copy(), label if label_part is None else label[label_part]
+        label: Any = row.label if self.meta.label == "class" else None
+        file = self._file(row.shard)
+        try:
+            array = read_part(file, row.offset, ArraySpec(row.dtype, row.shape), part)
+            if isinstance(self.meta.label, ArraySpec):
+                place = row.offset + row.length - self.meta.tail
+                label = read_part(file, place, self.meta.label, label_part)
+        except OSError as error:
+            raise self._bad_sample(i, row, f"can't be read: {error.strerror}") from None
+        except ValueError as error:
+            raise self._bad_sample(i, row, error) from None
+        return array, label
+
+    def check_sample(self, i: int, scratch: "ScratchBuffer") -> None:
+        """Compare the checksum of a sample, which is read in pieces."""
+        row = self.row(i)
+        crc = 0
+        for first in range(0, row.length, PIECE_BYTES):
+            piece = scratch.take(min(PIECE_BYTES, row.length - first))
+            self._read_at(i, row, [piece], row.offset + first)
+            crc = shard_format.checksum(b"", piece, start=crc)
+        if shard_format.checksum(row.covered, start=crc) != row.crc:
+            raise self._bad_sample(i, row, CHANGED)
+
     def read_raw(self, i: int, scratch: "ScratchBuffer") -> tuple[IndexRow, memoryview, Any]:
         """Return a sample's row, its packed bytes (without those of the label), and its label."""
         row = self.row(i)
@@ -311,7 +347,13 @@ class Shards:
 
     def _fill(self, i: int, row: IndexRow, parts: list[Any]) -> None:
         """Read a sample into ``parts`` and verify its checksum."""
-        file, at, left = self._file(row.shard), row.offset, [one for one in parts if len(one)]
+        self._read_at(i, row, parts, row.offset)
+        if shard_format.checksum(row.covered, *parts) != row.crc:
+            raise self._bad_sample(i, row, CHANGED)
+
+    def _read_at(self, i: int, row: IndexRow, parts: list[Any], at: int) -> None:
+        """Read bytes of a sample's shard into ``parts``."""
+        file, left = self._file(row.shard), [one for one in parts if len(one)]
         try:
             while left:
                 done = os.preadv(file, left, at)
@@ -324,8 +366,6 @@ class Shards:
                     left[0] = left[0][done:]
         except OSError as error:
             raise self._bad_sample(i, row, f"can't be read: {error.strerror}") from None
-        if shard_format.checksum(row.covered, *parts) != row.crc:
-            raise self._bad_sample(i, row, "a byte has changed (its checksum differs)")
 
     def _tail(self, data: memoryview) -> Any:
         label = self.meta.label

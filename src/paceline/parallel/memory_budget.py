@@ -73,9 +73,10 @@ def free_bytes(device: torch.device, ranks: int | None = None) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     identity = rank_identity(dict(os.environ))
     free = free_memory() // (ranks or identity.local_size or identity.size)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        free = min(free, limit - _status_bytes("VmSize"))
+    for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            free = min(free, limit - _status_bytes(used))
     return max(free, 0)
 
 

@@ -33,6 +33,7 @@ STAGE = "stage"
 TENSOR = "tensor"
 AXES = tuple(AXIS_WORDS.values())
 MODEL_AXES = tuple(axis for axis in AXES if axis != DATA)
+WHOLE_MODEL_AXES = tuple(axis for axis in AXES if axis not in (STAGE, TENSOR))
 FIRST_USE_S = 120.0  # for the connections of a new group
 
 
@@ -199,8 +200,21 @@ class Mesh:
 
     @property
     def data_group(self) -> Any:
-        """The ranks that hold copies of this rank's part of the model."""
+        """The ranks that train other samples with copies of this rank's part of the model."""
         return self.group(DATA) if self.is_divided else dist.group.WORLD
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks compute with parts of the model, and not only of samples."""
+        return not self.shape.keys() <= set(WHOLE_MODEL_AXES)
+
+    @property
+    def copies_group(self) -> Any:
+        """The ranks that hold copies, or shards, of this rank's part of the model.
+
+        Their gradients are averaged. Parts of samples need whole models, so these ranks are in it.
+        """
+        return self.group(*WHOLE_MODEL_AXES) if self.is_divided else dist.group.WORLD
 
     @property
     def model_group(self) -> Any:

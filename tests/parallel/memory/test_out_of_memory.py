@@ -1,5 +1,7 @@
 """An out-of-memory error says what was predicted, what took it, and what would fit."""
 
+import re
+
 import pytest
 import ranks
 import torch
@@ -85,20 +87,24 @@ SCRIPT = """
     model, optimizer = world.distribute(model, optimizer, **eval(sys.argv[1]))
     x = torch.randn(8192, 64)
     with open("/proc/self/status") as status:
-        used = next(int(line.split()[1]) for line in status if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, (1024 * used + (300 << 20), resource.RLIM_INFINITY))
+        used = next(int(line.split()[1]) for line in status if line.startswith(sys.argv[3]))
+    kind = getattr(resource, sys.argv[2])
+    resource.setrlimit(kind, (1024 * used + (300 << 20), resource.RLIM_INFINITY))
     world.backward(model(x).square().mean())
     """
 
 
-@pytest.mark.parametrize("layout", ["data", "zero3"])
-def test_error_of_a_rank_that_has_too_little_memory(tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "limit"), [("data", ("RLIMIT_AS", "VmSize")), ("zero3", ("RLIMIT_DATA", "VmData"))]
+)
+def test_error_of_a_rank_that_has_too_little_memory(tmp_path, layout, limit):
     script = ranks.write(tmp_path, SCRIPT)
-    done = ranks.run(script, {"layout": layout}, check=False)
+    done = ranks.run(script, {"layout": layout}, *limit, check=False)
     assert done.returncode == 1
     assert "error: out of memory (" in done.stderr
     assert f"with layout='{layout}' is " in done.stderr
     assert "MiB activations, in " in done.stderr
+    assert re.search(r"It can take \d+(\.\d)? MiB", done.stderr), done.stderr
     assert "HINT: world.distribute(..., " in done.stderr
     assert "recompute='blocks') needs" in done.stderr
 

@@ -162,7 +162,7 @@ REFUSED = """
         except ValueError as error:
             found[text] = f"{type(error).__name__}: {error}"
     for text, options in (
-        ("zero", {"layout": "zero1 x h2 x dp1"}), ("unused", {"find_unused_parameters": True}),
+        ("shards", {"layout": "zero3/2 x h2"}), ("unused", {"find_unused_parameters": True}),
         ("kind", {"layout": paceline.Layout(h=2, rules={"layer": "column"})}),
         ("pattern", {"layout": paceline.Layout(h=2, rules={"layr": "gather"})}),
     ):

@@ -99,7 +99,7 @@ def check_equal(found, expected):
 def test_a_unet_on_parts_of_images_equals_one_process_and_continues_on_other_parts(tmp_path):
     script = ranks.write(tmp_path, SCRIPT)
     expected = trained(script, tmp_path, "alone", ("data", 2, 1))
-    found = trained(script, tmp_path, "parts", ("h2", 1, 2), ("w2", 2, 2))
+    found = trained(script, tmp_path, "parts", ("zero3 x h2", 1, 2), ("w2", 2, 2))
     check_equal(found, expected)
 
 

@@ -24,7 +24,7 @@ from ..shards import Shards
 from .batch import PendingBatch, SamplePipeline
 from .external_transforms import adapt_transform
 from .mixup import MixUp
-from .open_dataset import Cut, PartDataset, make_sampler, open_dataset
+from .open_dataset import Division, PartDataset, make_sampler, open_dataset
 from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
 Workers = ThreadWorkers | ProcessWorkers
@@ -247,7 +247,7 @@ class Loader(DataLoader[Any]):
     def check_worker_number_rationality(self) -> None:
         """Override DataLoader's warning about too many worker processes, as workers are threads."""
 
-    def over(self, batches: Any, seed: int, cut: Cut | None = None) -> "Loader":
+    def over(self, batches: Any, seed: int, division: Division | None = None) -> "Loader":
         """Return a copy that loads the batches of one rank, for ``world.shard``.
 
         The copy returns None for a batch whose samples are all left out.
@@ -255,7 +255,7 @@ class Loader(DataLoader[Any]):
         Args:
             batches: Batch sampler that yields lists of (epoch, sample).
             seed: Seed of the world.
-            cut: Return the part of a sample that this rank computes with. Samples that are
+            division: The part of a sample that this rank computes with. Samples that are
                 transformed, mixed or collated, images, and samples that may be left out, are
                 loaded whole.
 
@@ -273,8 +273,8 @@ class Loader(DataLoader[Any]):
         pipeline = self._pipeline.seeded(derive_seed(seed, self._pipeline.seed))
         is_plain = pipeline.plain and pipeline.collate is None and self._dali is None
         source: Any = self.dataset
-        if cut is not None and is_plain and not pipeline.skips and not source.images:
-            part = PartDataset(source, cut)
+        if division is not None and is_plain and not pipeline.skips and not source.images:
+            part = PartDataset(source, division)
             pipeline.source = part if part.is_divided else source
         other = Loader.__new__(Loader)
         other.__dict__.update(

@@ -1,8 +1,7 @@
 """Open what a user gives to a Loader: its dataset, and the sampler of its order."""
 
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,18 +18,27 @@ from .stored_arrays import StoredArrays, is_stored_array
 # The parts of a dataset's samples that one of several ranks computes with.
 
 Slices = tuple[slice, ...]
-Cut = Callable[[tuple[int, ...]], Slices | None]
+
+
+class Division(Protocol):
+    """How several ranks divide each sample."""
+
+    def cut(self, shape: tuple[int, ...]) -> Slices | None:
+        """Return this rank's part of an array; None if it has no positions to divide."""
+
+    def checks(self, i: int) -> bool:
+        """Return whether this rank compares the checksum of a sample: one of the ranks does."""
 
 
 class PartDataset:
     """Dataset of one part of each sample, and of each label that has the same positions.
 
-    HDF5, netCDF and zarr arrays, and arrays in memory, are read as hyperslabs; of other datasets a
-    sample is read whole, and cut.
+    HDF5, netCDF and zarr arrays, arrays in memory, and packed datasets that are not compressed are
+    read as hyperslabs; of other datasets a sample is read whole, and cut.
 
     Args:
         dataset: The whole samples [channels, positions ...], all of the shape of the first one.
-        cut: Return the part of an array of this shape; None if it has no positions to divide.
+        division: The part of this rank.
 
     Attributes:
         shapes: Of a whole sample, and of a whole label; None: it is not divided.
@@ -38,11 +46,11 @@ class PartDataset:
 
     images = False
 
-    def __init__(self, dataset: Any, cut: Cut) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, division: Division) -> None:
+        self._dataset, self._division = dataset, division
         array, label = dataset.spec_of(0)
         self._array, self.label = array, label
-        self._cut = cut(tuple(array.shape))
+        self._cut = division.cut(tuple(array.shape))
         self._label_cut: Slices | None = None
         positions = tuple(array.shape[1:])
         if self._cut and label is not None and tuple(label.shape[-len(positions) :]) == positions:
@@ -72,6 +80,11 @@ class PartDataset:
     def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
         """Return the parts of a sample and of its label, as copies."""
         if hasattr(self._dataset, "read_part"):
+            own, _ = self._dataset.spec_of(i)
+            if own != self._array:
+                raise RaggedError(i, own)
+            if hasattr(self._dataset, "check_sample") and self._division.checks(i):
+                self._dataset.check_sample(i, scratch)
             found: tuple[Any, Any] = self._dataset.read_part(i, self._cut, self._label_cut)
             return found
         array, label = self._dataset.read(i, scratch)

@@ -138,6 +138,9 @@ class SampleDivision(Protocol):
     def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
         """Return this rank's part of a sample; None if it has no positions to divide."""
 
+    def checks(self, i: int) -> bool:
+        """Return whether this rank compares the checksum of a sample: one of the ranks does."""
+
     def assemble(self, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return parts of samples as a tensor of the whole ones; shape: of a whole sample."""
 
@@ -334,8 +337,7 @@ def _over(
     # data.Loader has this method. Its class is not imported, to keep every start fast.
     over: Any = getattr(loader, "over", None)
     if over is not None:
-        cut = division.cut if division is not None else None
-        made: DataLoader[Any] = over(batches, seed, cut)
+        made: DataLoader[Any] = over(batches, seed, division)
         return made
     return DataLoader(
         _SeededSamples(loader.dataset, seed),

@@ -7,12 +7,14 @@ from torch import nn
 
 from ...record.hooks.error_messages import script_line
 
-_names: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+# name and class; FSDP changes the classes of modules later
+_names: "weakref.WeakKeyDictionary[nn.Module, tuple[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def note_names(model: nn.Module) -> None:
-    """Note the names of a model's modules."""
-    _names.update((module, name) for name, module in model.named_modules())
+    """Note the names and classes of a model's modules."""
+    for name, module in model.named_modules():
+        _names[module] = (name, type(module).__name__)
 
 
 def _running_module() -> nn.Module | None:
@@ -28,7 +30,7 @@ def _running_module() -> nn.Module | None:
 def module_name() -> str:
     """Return the name of the module whose code runs; "" for the model and outside of it."""
     module = _running_module()
-    return "" if module is None else _names[module]
+    return "" if module is None else _names[module][0]
 
 
 def layer() -> str:
@@ -36,7 +38,8 @@ def layer() -> str:
     module = _running_module()
     if module is None:
         return "the script"
-    return f"{_names[module] or 'the model'} ({type(module).__name__})"
+    name, kind = _names[module]
+    return f"{name or 'the model'} ({kind})"
 
 
 def place() -> str:

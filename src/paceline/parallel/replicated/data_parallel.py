@@ -103,7 +103,7 @@ def data_parallel(
     A model without trainable parameters is returned unchanged.
 
     Args:
-        mesh: Its data ranks have replicas; None: all ranks.
+        mesh: Its ranks with this rank's part of the model have replicas; None: all ranks.
         options: Of DDP.
 
     Raises:
@@ -127,7 +127,7 @@ def data_parallel(
     if device.type == "cuda":
         options.setdefault("device_ids", [device.index])
     if mesh is not None and mesh.is_divided:
-        options.setdefault("process_group", mesh.data_group)
+        options.setdefault("process_group", mesh.copies_group)
     return FixedBuckets(model, **options)
 
 

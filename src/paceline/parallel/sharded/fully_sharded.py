@@ -176,7 +176,7 @@ def shard_model(
     model = inner.module
     whole = dict(model.named_parameters(remove_duplicate=False))
     blocks = [*gathered_blocks(model, names_in(model, request.blocks)), ""]
-    mesh, group = data_mesh(device, request.layout, ranks), ranks.data_group
+    mesh, group = data_mesh(device, request.layout, ranks), ranks.copies_group
     broadcast_model(model, group)
     _shard_blocks(model, blocks, mesh, request)
     if plan is not None:

@@ -20,10 +20,12 @@ _meshes = WeakKeyDictionary()
 def data_mesh(device: torch.device, layout: Layout, mesh: Mesh) -> DeviceMesh:
     """Return a mesh of the data ranks, or of replicas and the ranks that share one. Collective.
 
+    Ranks that share samples have whole models, and are in it.
+
     Raises:
         ValueError: Each node is to hold a replica, and nodes have different numbers of ranks.
     """
-    if mesh.is_divided:
+    if mesh.divides_model:
         return mesh.device_mesh(device.type)[DATA]
     known, key = _meshes.setdefault(mesh, {}), (device.type, layout.shards)
     if key not in known:

@@ -36,7 +36,7 @@ class FullySharded(ParallelStrategy):
         check_sharding(model, optimizer, self._sharding)
 
     def defers(self, model: nn.Module) -> bool:
-        self._plan = plan_shards(model, self.request.mesh.data_group)
+        self._plan = plan_shards(model, self.request.mesh.copies_group)
         return self._plan is not None
 
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:

@@ -4,9 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
+from ..divided.first_gradient import first_gradient_only
 from .exchange import Fetch
 from .halves import Geometry
 from .partition import window, windows_of
@@ -124,12 +124,13 @@ class _Convolution(torch.autograd.Function):
             ]  # fmt: skip
             found = torch.cat(pieces, plan.dim)
         ctx.plan, ctx.geometry, ctx.has_bias = plan, geometry, bias is not None
+        ctx.layer = plan.name
         ctx.peers = list(received)
         ctx.save_for_backward(local, weight, *received.values())
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         plan, geometry = ctx.plan, ctx.geometry
         try:

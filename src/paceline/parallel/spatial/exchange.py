@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ...comm.group_device import exchangeable
+from ..divided.first_gradient import first_gradient_only
 from ..divided.module_names import layer
 from .halo_totals import halo_totals
 from .partition import Partition, Rows, Window
@@ -263,13 +263,13 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, plan: Fetch) -> torch.Tensor:
-        ctx.plan = plan
+        ctx.plan, ctx.layer = plan, plan.name
         rows = plan.assemble(local, plan.start(local).wait())
         is_view = rows.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         return rows.clone() if is_view else rows  # the model may change it in place
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         received = ctx.plan.start_back(gradient).wait()
         return ctx.plan.add_back(gradient, received), None
@@ -354,11 +354,11 @@ class _Redivide(torch.autograd.Function):
     def forward(
         ctx: Any, local: torch.Tensor, have: Division, want: Division, line: Line, name: str
     ) -> torch.Tensor:
-        ctx.given = (want, have, line, name)
+        ctx.given, ctx.layer = (want, have, line, name), name
         return _redivided(local, have, want, line, name)
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return _redivided(gradient, *ctx.given), None, None, None, None
 
@@ -386,11 +386,11 @@ def _redivided(
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
+        ctx.group, ctx.layer = group, layer()
         return summed(local, group)
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return summed(gradient, ctx.group), None
 

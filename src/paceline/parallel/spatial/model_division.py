@@ -71,8 +71,13 @@ class SpatialDivision(Division):
         ]
 
 
-def compare_parts(model: nn.Module, groups: SpatialGroups, args: Any, options: Any) -> str:
+def compare_parts(
+    model: nn.Module, groups: SpatialGroups, args: Any, options: Any, takes_gradients: bool
+) -> str:
     """Compare a model in its first forward; return a line about it. Collective.
+
+    Args:
+        takes_gradients: Whether gradients are compared too: they need whole parameters.
 
     Raises:
         DividedModelError: The model on parts differs from the one on whole samples.
@@ -89,7 +94,7 @@ def compare_parts(model: nn.Module, groups: SpatialGroups, args: Any, options: A
                 "does not accept smaller samples"
             )
         small = whole_outputs(inputs)
-    found = compare_model(model, SpatialDivision(model, groups, *small), takes_gradients=True)
+    found = compare_model(model, SpatialDivision(model, groups, *small), takes_gradients)
     if found.difference is None:
         return f"parts of samples ({kind}): the model is not compared: {found.reason}"
     text = " and ".join(" x ".join(map(str, one.shape)) for one in tensors_in(small))

@@ -4,12 +4,13 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...optim.norms import GlobalStatistics, channel_sums, wide
 from ..divided.divided_tensor import NO_RULE, named_functions
 from ..divided.elementwise import pointwise
+from ..divided.first_gradient import first_gradient_only
+from ..divided.module_names import layer
 from ..divided.views import untouched
 from .exchange import GroupExchange, sum_over, summed
 from .partition import Partition
@@ -175,6 +176,7 @@ class _GroupStatistics(torch.autograd.Function):
         spread = summed((rows - mean.unsqueeze(2)).square().sum(2), group) / count
         inverse = torch.rsqrt(spread + eps)
         ctx.save_for_backward(local, weight, mean.flatten(), inverse.flatten())
+        ctx.layer = layer()
         ctx.groups, ctx.count, ctx.group, ctx.has_bias = groups, count, group, bias is not None
         result = ((rows - mean.unsqueeze(2)) * inverse.unsqueeze(2)).view(local.shape)
         if weight is not None:
@@ -184,7 +186,7 @@ class _GroupStatistics(torch.autograd.Function):
         return result.to(local.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         local, weight, mean, inverse = ctx.saved_tensors
         samples, channels = local.shape[:2]

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -93,10 +94,10 @@ def even_parts(shape: Sequence[int], groups: SpatialGroups) -> dict[int, Partiti
                 "for sequences, h and w for images, d, h and w for volumes"
             )
         if shape[dim] < len(line.ranks):
+            fewer = f"{axis[0]}{shape[dim]}" if shape[dim] > 1 else f"without {axis[0]}"
             raise ValueError(
                 f"an input of shape {tuple(shape)} has {counted(shape[dim], 'row')} along the "
-                f"{axis} for {len(line.ranks)} ranks. HINT: layout {axis[0]}{shape[dim]}, or "
-                "larger samples"
+                f"{axis} for {len(line.ranks)} ranks. HINT: a layout {fewer}, or larger samples"
             )
         parts[dim] = Partition.even(axis, shape[dim], len(line.ranks))
     return parts
@@ -125,6 +126,11 @@ class LoadedParts:
         if len(shape) <= max(FROM_END[axis] for axis in self.groups.lines):
             return None
         return slices_of(shape, self.groups)
+
+    def checks(self, i: int) -> bool:
+        """Return whether this rank compares the checksum of a sample: one of its ranks does."""
+        ranks = prod(len(line.ranks) for line in self.groups.lines.values())
+        return i % ranks == self.groups.offset
 
     def assemble(self, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return parts of samples, or of labels, as a tensor of the whole ones."""

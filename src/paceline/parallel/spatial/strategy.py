@@ -1,8 +1,9 @@
 """Parts of each sample on the ranks of the axes depth, height and width, as a strategy.
 
-The model stays whole on each rank. It is called with whole inputs (or with parts of
-``world.part``), and computes with its part of each; gradients are averaged over all ranks, which
-is the gradient of the whole sample by the rule of ``exchange.py``.
+Each rank computes with the whole model, whose states may be sharded over all ranks. It is called
+with whole inputs (or with parts of ``world.part``), and computes with its part of each; gradients
+are averaged over all ranks, which is the gradient of the whole sample by the rule of
+``exchange.py``.
 """
 
 import fnmatch
@@ -17,19 +18,20 @@ from ...record.hooks.phases import UncopiedHook
 from ..divided.divided_tensor import whole_outputs
 from ..divided.module_names import note_names
 from ..replicated.data_parallel import DataParallelModel, data_parallel
+from ..sharded.strategy import FullySharded
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from . import all_positions, convolution, losses, norms, products, resampling, shapes  # noqa: F401 - rules
 from .model_division import compare_parts
 from .samples import AXES, check_same, spatial_groups, split_inputs
-from .split_tensor import SpatialGroups
+from .split_tensor import SpatialGroups, SplitTensor
 
 GATHER = "gather"  # the kind of a rule
 
 
 class SpatialParallel(ParallelStrategy):
-    """Parts of each sample on ranks; a replica of the model on each rank."""
+    """Parts of each sample on ranks; a replica of the model on each rank, or a shard of it."""
 
     axes = frozenset({"d", "h", "w", "dp"})
 
@@ -37,14 +39,14 @@ class SpatialParallel(ParallelStrategy):
         super().__init__(request)
         layout = request.layout
         text = str(layout)
-        if layout.zero or layout.tp != 1 or layout.pp != 1:
-            others = [f"zero{layout.zero}"] if layout.zero else []
-            others += [one for one in ("tp", "pp") if layout.extents[one] != 1]
-            raise ValueError(
-                f"world.distribute: layout={text!r}: {others[0]} together with parts of a sample "
-                "is not implemented yet. HINT: d, h, w and dp only"
-            )
-        if request.blocks is not None:
+        for other in ("tp", "pp"):
+            if layout.extents[other] != 1:
+                raise ValueError(
+                    f"world.distribute: layout={text!r}: {other} together with parts of a sample "
+                    "is not implemented yet. HINT: d, h, w and dp, with zero1 to zero3"
+                )
+        self._sharding = FullySharded(request) if layout.zero else None
+        if request.blocks is not None and not layout.zero:
             raise needs_sharding("blocks", request.blocks, layout)
         if request.options.get("find_unused_parameters"):
             raise ValueError(
@@ -71,6 +73,8 @@ class SpatialParallel(ParallelStrategy):
                 near = get_close_matches(pattern, names, n=1, cutoff=0.0)
                 hint = f"HINT: {near[0]}" if near else "HINT: leave the rule out"
                 raise ValueError(f"world.distribute: the rule {pattern!r} matches no layer. {hint}")
+        if self._sharding is not None:
+            self._sharding.check(model, optimizer)
 
     @classmethod
     def predict_memory(
@@ -82,17 +86,28 @@ class SpatialParallel(ParallelStrategy):
         )
 
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
-        mesh, device = self.request.mesh, self.request.device
-        groups = spatial_groups(mesh)
+        groups = spatial_groups(self.request.mesh)
         module = model.module
         note_names(module)
         for pattern, _ in self.request.layout.rule_pairs:
             for name, one in module.named_modules():
                 if name and fnmatch.fnmatchcase(name, pattern):
                     one.register_forward_pre_hook(UncopiedHook(_gather_inputs), with_kwargs=True)
-        replica = data_parallel(module, device, None, **self.request.options)
-        inner = DataParallelModel(replica, model) if replica is not module else model
-        return SpatialModel(inner, groups, self.request)
+        return SpatialModel(self._with_states(model, optimizer), groups, self.request)
+
+    def _with_states(
+        self, model: DistributedModel, optimizer: Optimizer | None
+    ) -> DistributedModel:
+        """Return the model with replicas or shards on all ranks, which average its gradients."""
+        mesh, device = self.request.mesh, self.request.device
+        if self._sharding is not None:
+            from ..sharded.parts_of_tensors import hook_parts  # FSDP takes a moment to import
+
+            sharded = self._sharding.apply(model, optimizer)
+            hook_parts(sharded.module, SplitTensor)
+            return sharded
+        replica = data_parallel(model.module, device, mesh, **self.request.options)
+        return model if replica is model.module else DataParallelModel(replica, model)
 
 
 class SpatialModel(DistributedModel):
@@ -127,7 +142,8 @@ class SpatialModel(DistributedModel):
         check_same((args, options), self.groups)
         if self._request.compare and module.training not in self._compared:
             self._compared.add(module.training)
-            line = compare_parts(module, self.groups, args, options)
+            takes_gradients = not self._request.layout.zero
+            line = compare_parts(module, self.groups, args, options, takes_gradients)
             self._request.say(line)
         return split_inputs(args, self.groups), split_inputs(options, self.groups)
 
