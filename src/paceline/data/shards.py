@@ -270,8 +270,8 @@ class Shards:
         """
         row = self.row(i)
         if row.encoding != RAW:
-            array, label = self.read(i, ScratchBuffer())
-            return array[part or ...].copy(), label if label_part is None else label[label_part]
+            array, whole = self.read(i, ScratchBuffer())
+            return array[part or ...].copy(), whole if label_part is None else whole[label_part]
         label: Any = row.label if self.meta.label == "class" else None
         file = self._file(row.shard)
         try:
