@@ -22,9 +22,8 @@ from ...plurals import counted
 from ...report import guard_messages as text
 from ...security.files import read_regular
 from ...security.text import printable
-from ..monitor.rank_messages import Row
 from .metric_lines import MetricPattern
-from .request import GuardRequest, parse_metric
+from .request import GuardRequest, Row, parse_metric
 
 SILENT_LINES, SILENT_STEPS, SILENT_S = 200, 100, 60.0  # without a value: the user is warned
 MAX_BATCH_RATIO = 1.02  # of samples per step, compared with the reference
