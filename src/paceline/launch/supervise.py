@@ -8,12 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
 )
 
 from .affinity.report_bindings import BindingsReport
@@ -36,7 +42,6 @@ from .monitor.progress import ProgressReport
 from .monitor.rank_messages import MAKE_ROOM_SIGNAL
 from .ranks import framework_variables, process_groups
 from .ranks.host import Host
-from .ranks.rendezvous import Rendezvous
 from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE
 from .script_source import uses_horovod
@@ -45,6 +50,59 @@ from .summary import write_summary
 if TYPE_CHECKING:
     from .guard.loss_guard import LossGuard
 
+MONITOR_INTERVAL_S = 0.05  # less if a rank of this node ends
+END_GRACE_S = 3.0  # between asking a rank to end and killing it
+SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
+CONSEQUENCE_SETTLE_S = 3.0  # same, if that failure only says that another rank is gone
+EXIT_TIMEOUT_S = 10.0  # for a finished rank to exit its interpreter
+
+
+# Rendezvous handler for PyTorch's elastic agent: provides the ranks' store before each attempt.
+
+
+class Rendezvous(RendezvousHandler):
+    """Rendezvous of a job whose hosts are all connected before the elastic agent runs.
+
+    Each attempt gets a new store.
+
+    Attributes:
+        host: Host on which the store is opened.
+        waiting: Number of hosts with which the job continues; the ranks have exited for that.
+    """
+
+    def __init__(self, run_id: str, host: Host, port: int) -> None:
+        self._run_id, self.host, self._port = run_id, host, port
+        self.waiting = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.waiting = 0
+        address, port = self.host.open_store(self._port)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(address, port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "paceline"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting
+
+    def shutdown(self) -> bool:
+        self.host.close_store()
+        return True
+
+
 # PyTorch's elastic agent, with a new store for each attempt and ranks forked from a process that
 # has imported torch.
 #
@@ -52,12 +110,6 @@ if TYPE_CHECKING:
 # attempt's keys and connect to ended ranks (`connectFullMesh ... Connection refused`). Here every
 # attempt has a new store on a port that is bound before any rank starts. There is one agent for
 # all hosts of the job, so that one process knows which rank failed first.
-
-MONITOR_INTERVAL_S = 0.05  # less if a rank of this node ends
-END_GRACE_S = 3.0  # between asking a rank to end and killing it
-SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
-CONSEQUENCE_SETTLE_S = 3.0  # same, if that failure only says that another rank is gone
-EXIT_TIMEOUT_S = 10.0  # for a finished rank to exit its interpreter
 
 
 class ElasticAgent(SimpleElasticAgent):
