@@ -19,8 +19,8 @@ from common import BIN, SCRIPTS, console, finish, machine, options, ratio, run, 
 from common import target as judged
 from rich.table import Table
 
-from paceline.cluster.topology.sockets import SOCKET_VARIABLE
 from paceline.cluster.topology.topology import topology
+from paceline.comm.shared.open_group import SOCKET_VARIABLE
 from paceline.plurals import format_ranges
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.checkpoint import checkpoint_folder, manifest, pickle_check
-from paceline.checkpoint.manifest import DamagedCheckpointError
-from paceline.checkpoint.pickle_check import check_pickle
+from paceline.checkpoint import checkpoint_folder, manifest
+from paceline.checkpoint.manifest import DamagedCheckpointError, check_pickle
 from paceline.checkpoint.pickle_stack import PickleError
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 from paceline.checkpoint.shared_state import SharedState
@@ -155,7 +154,7 @@ def test_unexpected_pickle_is_rejected_before_torch_load(tmp_path, monkeypatch, 
 def test_pickle_size_and_opcode_limits(tmp_path, monkeypatch):
     data = pickle.dumps(list(range(1000)), 2)
     check_pickle(data, {})
-    monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
+    monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     with pytest.raises(PickleError, match="more than 1,000 opcodes"):
         check_pickle(data, {})
     monkeypatch.setattr(manifest, "MAX_PICKLE_BYTES", 1000)
@@ -165,7 +164,7 @@ def test_pickle_size_and_opcode_limits(tmp_path, monkeypatch):
 
 
 def test_state_that_cannot_be_loaded_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(pickle_check, "MAX_OPCODES", 1000)
+    monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     monkeypatch.setattr(manifest, "MAX_OPCODES", 1000)
     said = []
     saver = CheckpointSaver(tmp_path, 0, 1, None, said.append)

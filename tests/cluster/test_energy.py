@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from fake_sysfs import small, write
 
-from paceline.cluster.energy import meter
-from paceline.cluster.energy.meter import EnergyMeter, EnergyUse, sysfs_counters
+from paceline.cluster import energy as meter
+from paceline.cluster.energy import EnergyMeter, EnergyUse, sysfs_counters
 
 WRAP_UJ = 262143328850
 CRAY = "sys/cray/pm_counters"

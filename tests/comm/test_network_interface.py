@@ -8,7 +8,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from paceline.comm.network_interface import agree_on_interface
+from paceline.comm.rendezvous import agree_on_interface
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 

@@ -5,7 +5,7 @@ import pytest
 
 from paceline.cost.machine.machine_file import Figure
 from paceline.cost.machine.named_figures import NamedFigure
-from paceline.cost.outliers.slower_than_peers import FALSE_SLOW_LEVEL, differ, find_slower
+from paceline.cost.outliers import FALSE_SLOW_LEVEL, differ, find_slower
 
 
 class Hosts:

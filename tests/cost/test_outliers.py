@@ -8,7 +8,7 @@ import pytest
 from machines import GPU, Maker, with_host, with_links
 
 from paceline.cost.machine.machine_file import UNLIMITED, Figure, Gpu, Limits, Network
-from paceline.cost.outliers.outliers import find_outliers
+from paceline.cost.outliers import find_outliers
 
 
 def kinds(machine):

@@ -97,6 +97,20 @@ def test_ranks_see_the_changes_of_each_other_and_the_user_does_not(folder, overl
     assert (folder / "data.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize("has_script", [False, True])
+def test_temporary_folder_is_covered_only_around_the_script(folder, monkeypatch, has_script):
+    """``TMPDIR=$HOME paceline verify``: the temporary folder contains the script."""
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "beside").mkdir()
+    monkeypatch.chdir(folder / "kept" if has_script else folder.parent)
+    if (found := Overlay.prepare("x.py", [], folder / "visible")) is None:
+        pytest.skip("overlays cannot be mounted here")
+    done = run_covered(found.request(folder / "visible" / "x"), f"touch {folder}/beside/new")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(folder / "beside") == ([] if has_script else ["new"])
+
+
 def test_folders_of_script_and_arguments_are_covered(folder, tmp_path_factory):
     data = tmp_path_factory.mktemp("data")
     found = user_folders(

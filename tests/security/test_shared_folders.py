@@ -88,6 +88,7 @@ RIGHT = {
     },
     "launch/monitor/rank_stacks.py": {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
+        "running.remove(one)": "a list",
     },
     "observe/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
     "record/experiments/protected_run.py": {"folder.parent.rmdir()": "only an empty folder"},
@@ -98,6 +99,10 @@ RIGHT = {
     "record/ring/stack_sampler.py": {"open(fd, 'a')": "a descriptor of security's"},
     "study/environment/check_packed.py": {
         "os.open(device, os.O_RDWR)": "a device",
+    },
+    "study/trials.py": {
+        "self._changes.remove()": "a temporary folder of security's",
+        "self._temporary.remove()": "a temporary folder of security's",
     },
 }
 BELIEVE = {

@@ -8,9 +8,11 @@ folder with a final name is always complete. The previous checkpoint is kept.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
+import mmap
 import os
 import re
 import secrets
@@ -37,7 +39,6 @@ from .manifest import (
     read_manifest,
     read_shard,
 )
-from .storage.pages import map_memory
 from .unfinished_folder import (
     UnfinishedFolder,
     flush_folder,
@@ -56,17 +57,46 @@ __all__ = [
 ]
 _TEMPORARY_NAME = re.compile(r"\.(step-\d+)\.(\d+|[0-9a-f]{16}\.old)\.tmp")
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
+BLOCK_BYTES = 4096  # a multiple of the sectors of all disks
+WRITE_BYTES = 16 << 20  # of one call
+PENDING_BYTES = 4 << 20
+DIRECT_FILE_SYSTEMS = ("ext4", "xfs")  # of local disks; network file systems write behind
+
+
+# Memory of large copies, and of mapped files.
+#
+# The kernel clears each page when it is first written. For pages of 4 KiB that takes longer than
+# the copy itself; on a virtual machine several times as long.
+
+PAGE_BYTES = mmap.PAGESIZE
+MIN_POPULATED_BYTES = 1 << 20
+_MADV_POPULATE_READ = 22  # of <sys/mman.h>
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Return new memory that forked processes (of a DataLoader) do not share."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(advice)
+    return memory
+
+
+def populate(mapped: torch.Tensor) -> None:
+    """Map the pages of a large tensor in a mapped file at once, before it is read."""
+    if not mapped.is_contiguous() or mapped.nbytes < MIN_POPULATED_BYTES:
+        return
+    start = -(-mapped.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    size = (mapped.data_ptr() + mapped.nbytes - start) // PAGE_BYTES * PAGE_BYTES
+    # an older kernel has no such advice, and maps the pages one by one
+    address, length = ctypes.c_void_p(start), ctypes.c_size_t(size)
+    ctypes.CDLL(None).madvise(address, length, _MADV_POPULATE_READ)
 
 
 # Sequential writing of a shard, without the page cache where that is faster.
 #
 # Writing through the page cache copies each byte, and takes memory and processor time that the
 # training needs. Direct I/O does not, but needs whole blocks in the file and in memory.
-
-BLOCK_BYTES = 4096  # a multiple of the sectors of all disks
-WRITE_BYTES = 16 << 20  # of one call
-PENDING_BYTES = 4 << 20
-DIRECT_FILE_SYSTEMS = ("ext4", "xfs")  # of local disks; network file systems write behind
 
 
 class ShardFile:

@@ -1,6 +1,6 @@
 """Stack and memo of an unpickler, for the readers of pickles that execute nothing.
 
-``pickle_check`` puts placeholders on the stack, and ``formats/dcp_metadata`` the values themselves.
+``manifest`` puts placeholders on the stack, and ``formats/dcp_folder`` the values themselves.
 """
 
 from collections.abc import Callable

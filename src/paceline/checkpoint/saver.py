@@ -23,11 +23,11 @@ from ..security.error_reason import error_reason
 from ..security.files import UnsafeFileError
 from ..security.run_lock import RunLock
 from . import checkpoint_folder, state_tree
+from .checkpoint_folder import PAGE_BYTES, map_memory
 from .manifest import Manifest
 from .shard_content import load_shards, verify_checkpoint
 from .sharded_tensor import Piece, describe, is_sharded, piece_of
 from .shared_state import SharedState
-from .storage.pages import PAGE_BYTES, map_memory
 from .unfinished_folder import UnfinishedFolder, remove_checkpoint
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 import torch
 
-from .storage.pages import populate
+from .checkpoint_folder import populate
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

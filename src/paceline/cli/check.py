@@ -168,7 +168,7 @@ def check(
             _feed(data, labels, transform, threads, ranks, quick, json)
             return
         from ..cost.machine.machine_file import as_json, save
-        from ..cost.outliers.outliers import find_outliers
+        from ..cost.outliers import find_outliers
         from ..study.check import CheckRequest
         from ..study.check import check as measured
 

@@ -397,7 +397,7 @@ def _new_critical(options: ScaleOptions) -> Path:
     from ..launch.guard.request import parse_metric
     from ..launch.job import Job
     from ..launch.job import check as check_job
-    from ..study.scale.critical.critical_study import new_critical
+    from ..study.scale.critical_study import new_critical
     from ..study.scale.request import new_folder
 
     fields = options.critical.fields(options.sizes, options.seeds)

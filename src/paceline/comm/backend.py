@@ -6,6 +6,9 @@ on top of it (comm.hosts). gloo does what these do not support, and NCCL is used
 """
 
 import functools
+import json
+import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,24 +17,247 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from ..cluster.topology.network_interfaces import Link
+from ..cluster.topology.racks import RACKS_VARIABLE, rack_of
 from ..record.hooks.collective_check import announce_check, make_check
 from ..record.hooks.collectives import RecordedGroup, measure_wrapper_cost
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
-from .hosts.open_hierarchy import open_hierarchy
+from .hosts import schedules
+from .hosts.c_wire import Wire, library
+from .hosts.connect import Connections, PeerListener, exchange_links
+from .hosts.failure_agreement import FailureAgreement
+from .hosts.hierarchy import CHEAPEST, HierarchicalKernel
+from .hosts.rank_placement import RankPlacement, place_ranks
+from .hosts.schedules import LinkModel
 from .members.membership import connect_gloo
+from .shared import memory
+from .shared import open_group as shared
 from .shared.c_kernel import CKernel
 from .shared.messages import Messages
-from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
+from .shared.open_group import (
+    ALGORITHM_VARIABLE,
+    DISABLED_BY_USER,
+    ON_SEVERAL_HOSTS,
+    SOCKET_REDUCTION,
+    open_kernel,
+)
 from .shared.torch_kernel import TorchKernel
 from .shared_memory_group import SharedMemoryGroup
 
 NAME = "paceline"
 # Longer timeouts overflow the clocks of PyTorch's stores and of gloo, which count nanoseconds.
 MAX_TIMEOUT = timedelta(days=10_000)
-
 _recorder: Recorder | None = None  # records the groups that are created from now on
+
+
+# Choose whether ranks on several hosts use the hierarchical exchange: all of them, or none.
+
+KERNEL_NOT_BUILT = "the kernel in C was not built at the installation"
+LINK_MBIT_VARIABLE = "PACELINE_LINK_MBIT"  # speed of links that report none, or share it
+DEFAULT_LINK_MBIT = 1000.0  # of links that report none
+UNEVEN_LINK_RATIO = 2.0  # between hosts; links that differ more are reported
+# one connection saturates so much; more connections than needed slow each other down
+MBIT_PER_RAIL = 2500
+
+_uneven_links_reported = False
+
+
+def open_hierarchy(
+    store: Any, rank: int, size: int, timeout: float, names: Sequence[int] = ()
+) -> tuple[HierarchicalKernel | None, str]:
+    """Return the kernel of a group of ``size`` ranks on several hosts, which meet in ``store``.
+
+    Return None and the reason where one of the ranks can't take part. timeout: seconds. names: the
+    ranks' numbers in the job.
+
+    Raises ValueError on all ranks if the environment variables of the algorithm differ or name an
+    unknown one, if the speed of a link is not a number, or if the racks do not contain one of the
+    hosts; RuntimeError of torch's store if a rank is missing.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
+    store = PrefixStore(f"{attempt}/{times}", store)
+    own_links, no_link_reason = _own_links()
+    rack, mistake = _own_rack()
+    own = {
+        "host": memory.sharing_domain(),
+        "name": socket.gethostname(),
+        "rack": rack,
+        "mistake": mistake,
+        "algorithm": os.environ.get(ALGORITHM_VARIABLE, CHEAPEST),
+        "links": [one.interface for one in own_links],
+        "mbit": [
+            os.environ.get(LINK_MBIT_VARIABLE) or one.speed or DEFAULT_LINK_MBIT
+            for one in own_links
+        ],
+    }
+    all_ranks = _all_gather_json(store, "who", rank, size, own)
+    if mistakes := [one["mistake"] for one in all_ranks if one["mistake"]]:
+        raise ValueError(mistakes[0])
+    speeds = [
+        [_parse_mbit(mbit) for mbit in one["mbit"]] or [DEFAULT_LINK_MBIT] for one in all_ranks
+    ]
+    # one rank of the job, whichever groups there are
+    if rank == 0 and (not names or names[0] == 0):
+        _warn_uneven_links(all_ranks, speeds)
+    max_rails = min(sum(max(1, round(mbit / MBIT_PER_RAIL)) for mbit in links) for links in speeds)
+    columns = {
+        key: [one[key] for one in all_ranks] for key in ("host", "name", "rack", "algorithm")
+    }
+    placement = place_ranks(columns["host"], columns["name"], rank, max_rails, columns["rack"])
+    algorithms = [
+        *schedules.ALL_REDUCE,
+        *[schedules.RACKS] * (placement.hosts_per_rack > 0),
+        SOCKET_REDUCTION,
+    ]
+    algorithm = _same_algorithm(columns["algorithm"], algorithms, names)
+    ranks_per_link = -(-placement.num_rails // min(map(len, speeds)))
+    link = LinkModel(bytes_per_s=min(map(min, speeds)) * 1e6 / 8 / ranks_per_link)
+
+    host_ranks = placement.ranks_by_host[placement.host_index]
+    host_global_ranks = [names[mate] if names else mate for mate in host_ranks]
+    host_store = PrefixStore(f"host/{placement.host_index}", store)
+    kernel, reason = shared.open_kernel(
+        host_store, placement.local_rank, len(host_ranks), timeout, host_global_ranks
+    )
+    if not reason and not isinstance(kernel, CKernel):
+        reason = KERNEL_NOT_BUILT
+    reason = shared.agree(store, "kernel", rank, size, reason, "")
+    if reason:
+        return None, _close(kernel, reason)
+    assert isinstance(kernel, CKernel)
+    connections, reason = _connect_peers(store, placement, size, own_links, no_link_reason)
+    reason = shared.agree(store, "met", rank, size, reason, "")
+    if reason:
+        connections.close()
+        return None, _close(kernel, reason)
+    wire = None
+    if placement.local_rank < placement.num_connected:
+        fds = {host: one.fileno() for host, one in connections.sockets.items()}
+        wire = Wire(len(placement.ranks_by_host), placement.host_index, fds, kernel.broken_address)
+    failure = FailureAgreement(store, placement, connections, names)
+    return HierarchicalKernel(placement, kernel, wire, link, failure, algorithm), ""
+
+
+def _close(kernel: Any, reason: str) -> str:
+    if kernel is not None:
+        kernel.close()
+    return reason
+
+
+def _own_links() -> tuple[list[Link], str]:
+    """Return the links of this host, and the reason where there are none."""
+    try:
+        library()
+        return exchange_links(), ""
+    except OSError as error:
+        return [], f"{socket.gethostname()}: {error.strerror or error}"
+
+
+def _own_rack() -> tuple[str, str]:
+    """Return the rack of this host, and the mistake in the user's description of the racks."""
+    try:
+        return rack_of(socket.gethostname()), ""
+    except ValueError as mistake:
+        return "", str(mistake)
+
+
+def _parse_mbit(value: str | float) -> float:
+    """Return the speed in Mbit/s that the user has set, or that the link reports."""
+    try:
+        mbit = float(value)
+    except ValueError:
+        mbit = 0.0
+    if not 0 < mbit < float("inf"):
+        raise ValueError(
+            f"{LINK_MBIT_VARIABLE} must be a number of Mbit/s above 0; this is {value}. "
+            f"HINT: {LINK_MBIT_VARIABLE}=10000"
+        )
+    return mbit
+
+
+def _warn_uneven_links(all_ranks: list[dict[str, Any]], speeds: list[list[float]]) -> None:
+    """Report once the links that are much slower than others."""
+    global _uneven_links_reported
+    slowest, fastest = min(speeds, key=min), max(map(min, speeds))
+    if _uneven_links_reported or fastest < UNEVEN_LINK_RATIO * min(slowest):
+        return
+    _uneven_links_reported = True
+    slow = {
+        f"{one['name']} ({', '.join(one['links'])}) {min(mbit):,.0f}"
+        for one, mbit in zip(all_ranks, speeds, strict=True)
+        if fastest >= UNEVEN_LINK_RATIO * min(mbit)
+    }
+    notify(
+        "paceline: the links between nodes differ in speed. Slow links, in Mbit/s: "
+        f"{'; '.join(sorted(slow))}; the others have up to {fastest:,.0f}. The slowest link limits "
+        "every collective. HINT: GLOO_SOCKET_IFNAME=NAME selects another interface, "
+        f"{LINK_MBIT_VARIABLE}=N sets the speed of links that report a wrong one, and -H "
+        "HOST,... leaves nodes out\n"
+    )
+
+
+def _connect_peers(
+    store: Any, placement: RankPlacement, size: int, own_links: list[Link], reason: str
+) -> tuple[Connections, str]:
+    """Return the connections of this rank, and the reason where it has none but should."""
+    listener, own_address = None, ""
+    if placement.local_rank < placement.num_connected and own_links:
+        try:
+            listener = PeerListener(own_links[placement.local_rank % len(own_links)])
+            own_address = listener.address
+        except OSError as error:
+            reason = f"{placement.host_names[placement.host_index]}: {error.strerror or error}"
+    addresses = _all_gather_json(store, "door", placement.rank, size, own_address)
+    if listener is None:
+        return Connections(), reason
+    peers = {
+        host: ranks[placement.local_rank]
+        for host, ranks in enumerate(placement.ranks_by_host)
+        if host != placement.host_index
+    }
+    peer_addresses = {host: addresses[peer] for host, peer in peers.items()}
+    if not all(peer_addresses.values()):
+        listener.close()
+        return Connections(), reason
+    try:
+        return listener.connect_all(
+            placement.host_index, peer_addresses, dict(enumerate(placement.host_names))
+        ), reason
+    except OSError as error:
+        reason = f"{placement.host_names[placement.host_index]}: {error.strerror or error}"
+    return Connections(), reason
+
+
+def _all_gather_json(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Return the ``value`` of every rank."""
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [json.loads(one) for one in store.multi_get([f"{key}/{r}" for r in range(size)])]
+
+
+def _same_algorithm(requested: list[str], known: list[str], names: Sequence[int]) -> str:
+    for rank, one in enumerate(requested):
+        if one != CHEAPEST and one not in known:
+            racks = (
+                f" ({schedules.RACKS} only if {RACKS_VARIABLE} describes racks with the same "
+                "number of nodes)"
+            )
+            note = "" if schedules.RACKS in known else racks
+            raise ValueError(
+                f"{ALGORITHM_VARIABLE} must be one of {', '.join(known)}{note}; this is {one}. "
+                f"HINT: {ALGORITHM_VARIABLE}={known[0]}, or unset it for the algorithm of the "
+                "lowest cost"
+            )
+        if one != requested[0]:
+            first, other = (names[0], names[rank]) if names else (0, rank)
+            raise ValueError(
+                f"{ALGORITHM_VARIABLE} must be the same on all ranks; it is {requested[0]} on rank "
+                f"{first} and {one} on rank {other}. HINT: paceline run --env "
+                f"{ALGORITHM_VARIABLE}={requested[0]}"
+            )
+    return requested[0]
 
 
 def record(recorder: Recorder) -> None:

@@ -24,7 +24,7 @@ from .machine.named_figures import (
     link_figures,
 )
 from .machine.units import format_value, join_words, size
-from .outliers.slower_than_peers import EQUAL_MEMBERS
+from .outliers import EQUAL_MEMBERS
 
 _MOST = 0.5  # share of the hosts above which a common change is reported once
 FALSE_CHANGE_LEVEL = 0.05  # probability of calling any figure of an unchanged machine changed

@@ -78,8 +78,10 @@ class Overlay:
         Returns:
             None if the folders cannot be covered here.
         """
-        temporary = Path(tempfile.gettempdir())
-        seen = [str(one.resolve()) for one in (changes, *visible, temporary, *caches())]
+        seen = [str(one.resolve()) for one in (changes, *visible, *caches())]
+        temporary = os.path.realpath(tempfile.gettempdir())
+        if not any(is_inside(one, (temporary,)) for one in user_folders(script, args)):
+            seen.append(temporary)
         for more in ((str(Path.home()),), ()):
             folders = user_folders(script, args, *more)
             found = cls(folders, tuple(one for one in seen if os.path.isdir(one)))
@@ -159,12 +161,13 @@ def _mount_lines() -> Iterator[tuple[str, list[str], str]]:
 # In the process that covers
 
 
-def cover(request: str, node: str = "0") -> Path | None:
+def cover(request: str, node: str = "0", *visible: Path) -> Path | None:
     """Cover the folders for this process, and for those that it starts later.
 
     Args:
         request: Value of ``VARIABLE``. Folders that do not exist on this node are left out.
         node: Number of this node: several may share the folder of the changes.
+        visible: Further folders that stay as they are.
 
     Returns:
         Folder of changes that this process has created because the node does not share that of
@@ -179,10 +182,9 @@ def cover(request: str, node: str = "0") -> Path | None:
     try:
         os.makedirs(changes, exist_ok=True)
         _enter_namespace()
-        folders, visible = (
-            [path for path in asked[name] if os.path.isdir(path)] for name in ("folders", "visible")
-        )
-        _cover(folders, visible, changes)
+        kept = [*asked["visible"], *map(os.path.realpath, visible)]
+        folders, kept = (list(filter(os.path.isdir, paths)) for paths in (asked["folders"], kept))
+        _cover(folders, kept, changes)
         os.chdir(asked["cwd"])  # the folder at the top of the overlay
     except OSError:
         remove_changes(made)

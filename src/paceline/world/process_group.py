@@ -20,8 +20,7 @@ from ..cluster.rank_identity import (
 )
 from ..cluster.topology.network_interfaces import is_local_host, network_links
 from ..comm import backend
-from ..comm.network_interface import agree_on_interface
-from ..comm.rendezvous import RendezvousSpec, from_rank_0, join
+from ..comm.rendezvous import RendezvousSpec, agree_on_interface, from_rank_0, join
 from ..comm.shared_memory_group import SharedMemoryGroup
 from ..plurals import counted
 from ..record.hooks.collectives import RecordedGroup

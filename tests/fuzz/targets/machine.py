@@ -12,7 +12,7 @@ from fuzz.scratch import new_folder
 from paceline.cost.catalogue import lookup
 from paceline.cost.compare_machines import compare
 from paceline.cost.machine.machine_file import HostFacts, Machine, as_json, load, save
-from paceline.cost.outliers.outliers import find_outliers
+from paceline.cost.outliers import find_outliers
 from paceline.report.console import PlainConsole
 from paceline.report.terminal import check as shown
 

@@ -7,8 +7,7 @@ from paceline.analyze.reference.metric import LOGGED, PATTERN, Metric
 from paceline.analyze.reference.reference_file import read_reference, write_reference
 from paceline.analyze.reference.series import Model, Reference
 from paceline.launch.guard.guarded_job import GuardedJob
-from paceline.launch.guard.loss_guard import LossGuard, load_reference
-from paceline.launch.guard.metric_lines import MetricPattern
+from paceline.launch.guard.loss_guard import LossGuard, MetricPattern, load_reference
 from paceline.launch.guard.request import (
     DIVERGED_EXIT_CODE,
     Action,

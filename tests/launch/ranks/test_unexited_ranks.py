@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import ranks
 
+from paceline.launch import supervise
 from paceline.launch.guard.guarded_job import GuardedJob
 from paceline.launch.layout import Seat
 from paceline.launch.monitor.failures import RankStatus
-from paceline.launch.ranks import elastic_agent, process_groups
-from paceline.launch.ranks.elastic_agent import ElasticAgent
+from paceline.launch.ranks import process_groups
+from paceline.launch.supervise import ElasticAgent
 
 
 class Output:
@@ -44,7 +45,7 @@ class UnresponsiveHost:
 @pytest.fixture
 def agent(monkeypatch):
     """Return the agent of two ranks on one host; rank 0 has exited."""
-    monkeypatch.setattr(elastic_agent, "EXIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(supervise, "EXIT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(process_groups, "KILL_TIMEOUT_S", 0.05)
     agent = object.__new__(ElasticAgent)
     agent.output, agent._hosts = Output(), [UnresponsiveHost()]

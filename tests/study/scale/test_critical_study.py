@@ -19,8 +19,8 @@ from paceline.knobs.loading.batch import ACCUMULATE
 from paceline.knobs.loading.batch import NAME as BATCH_KNOB
 from paceline.knobs.settings import Setting, write_settings
 from paceline.record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
-from paceline.study.scale.critical import critical_study as module
-from paceline.study.scale.critical.critical_study import BranchOutcome, new_critical, run_critical
+from paceline.study.scale import critical_study as module
+from paceline.study.scale.critical_study import BranchOutcome, new_critical, run_critical
 from paceline.study.trials import InterruptedTrialError, Trial, TrialSpec
 
 SGD, ADAM = UsedOptimizer("SGD", False, True), UsedOptimizer("AdamW", True, True)

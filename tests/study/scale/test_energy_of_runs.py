@@ -6,7 +6,7 @@ import pytest
 
 from paceline.analyze.records.state_timeline import Window
 from paceline.analyze.scaling.study_model import HostPlacement, RunFigures, Spread, StateSeconds
-from paceline.cluster.energy.meter import EnergyUse
+from paceline.cluster.energy import EnergyUse
 from paceline.study.scale import run_setup
 
 

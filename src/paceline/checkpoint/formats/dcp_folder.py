@@ -1,7 +1,7 @@
 """Reading folders of torch.distributed.checkpoint without executing code.
 
 PyTorch's FileSystemReader loads the file ``.metadata`` by ``pickle``, which may execute any code;
-``dcp_metadata`` reads it. The files of the ranks contain an archive of torch.save for each piece,
+``read_records`` reads it. The files of the ranks contain an archive of torch.save for each piece,
 checked like a shard of Paceline.
 """
 

@@ -136,7 +136,7 @@ def measure(folder: Path, minutes: float | None, outputs: StudyOutputs) -> bool:
     Raises:
         ValueError: It can't be measured, or has nothing that can be compared.
     """
-    from ...study.scale.critical.critical_study import run_critical
+    from ...study.scale.critical_study import run_critical
 
     ended = run_critical(folder, _say, minutes)
     if not ended.interrupted or any(run.losses for run in ended.stored.runs):

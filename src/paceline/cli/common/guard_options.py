@@ -129,7 +129,7 @@ def run_reference(
         words: The script and its arguments.
         options: Other options of ``paceline run``.
     """
-    from ...study.reference.make_reference import ReferenceRequest, make_reference
+    from ...study.make_reference import ReferenceRequest, make_reference
 
     with exit_on_mistake():
         request = ReferenceRequest(words, metric, seeds or DEFAULT_SEEDS, options)

@@ -6,13 +6,15 @@ Either all ranks of the group use the same kernel, or none uses any.
 import itertools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from ...cluster.topology.sockets import SOCKET_VARIABLE, socket_of
+from ...cluster.topology.local_resources import parse_ranges
+from ...cluster.topology.topology import read_sysfs_int
 from ...record.ring.launcher_messages import notify
 from . import memory
 from .c_kernel import CKernel, library
@@ -29,8 +31,51 @@ SOCKET_REDUCTION = "sockets"
 ON_SEVERAL_HOSTS = "its ranks are on several nodes"
 DIFFERENT_USERS = "the ranks of a node run as different users"
 DISABLED_BY_USER = "PACELINE_EXCHANGE=gloo"
-
 _socket_groups = itertools.count()
+
+
+# Socket of this process. Ranks on one socket read each other's memory faster.
+
+SOCKET_VARIABLE = (
+    "PACELINE_SOCKETS"  # hardware threads of the sockets, separated by spaces: "0-31 32-63"
+)
+UNKNOWN_SOCKET = -1
+
+
+def socket_of(
+    cpus: Collection[int],
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> int:
+    """Return the number of the socket that all of these hardware threads are on.
+
+    NOWHERE if they are on several sockets, or if the socket is unknown. PACELINE_SOCKETS lists the
+    hardware threads of each socket (or of each part of a socket, such as a NUMA node). Without it,
+    the sockets are read from sysfs.
+
+    Raises:
+        ValueError: PACELINE_SOCKETS is not a list of hardware threads.
+    """
+    if said := environment.get(SOCKET_VARIABLE):
+        try:
+            each = [set(parse_ranges(one)) for one in said.split()]
+        except ValueError:
+            hint = 'give a list for each socket, as in "0-31 32-63"'
+            raise ValueError(
+                f"{SOCKET_VARIABLE}={said} is not a list of hardware threads. HINT: {hint}"
+            ) from None
+        return next(
+            (at for at, one in enumerate(each) if cpus and set(cpus) <= one), UNKNOWN_SOCKET
+        )
+    found = UNKNOWN_SOCKET
+    for cpu in cpus:
+        package = read_sysfs_int(
+            root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"
+        )
+        if package is None or package < 0 or (found != UNKNOWN_SOCKET and found != package):
+            return UNKNOWN_SOCKET  # for an unbound process, this returns after reading a few files
+        found = package
+    return found
 
 
 def slot_bytes(size: int) -> int:

@@ -1,6 +1,7 @@
 """The guard of a running job: takes the ranks' messages and output, and judges the loss."""
 
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -22,19 +23,63 @@ from ...plurals import counted
 from ...report import guard_messages as text
 from ...security.files import read_regular
 from ...security.text import printable
-from ..monitor.rank_messages import Row
-from .metric_lines import MetricPattern
-from .request import GuardRequest, parse_metric
+from .request import GuardRequest, Row, parse_metric
 
 SILENT_LINES, SILENT_STEPS, SILENT_S = 200, 100, 60.0  # without a value: the user is warned
 MAX_BATCH_RATIO = 1.02  # of samples per step, compared with the reference
 SHOWN_CHARS = 100  # of a line of output
 Value = tuple[float, float, float]  # step, samples (0: not known), value
+MAX_OUTPUT_BYTES = 256 << 20
+
+
+# Find the value of a metric in lines of a job's output.
+
+MAX_LINE_CHARS = 10_000
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class MetricLine:
+    """A line with a value; ``step`` and ``samples`` where the pattern names them."""
+
+    value: float
+    step: float | None = None
+    samples: float | None = None
+
+
+class MetricPattern:
+    """The pattern of ``--metric``. ``text``: checked by ``request.parse_metric``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._pattern = re.compile(text)
+        names = self._pattern.groupindex
+        self.has_steps = "step" in names
+        others = set(range(1, self._pattern.groups + 1)) - set(names.values())
+        self._value = names.get("value") or min(others)
+
+    def find(self, line: str) -> MetricLine | None:
+        """Return the values in a line, or None. Thousands separators are removed."""
+        match = self._pattern.search(_COLOURS.sub("", line[:MAX_LINE_CHARS]))
+        if match is None:
+            return None
+        value = _number(match[self._value])
+        if value is None:
+            return None
+        groups = match.groupdict()
+        return MetricLine(value, _number(groups.get("step")), _number(groups.get("samples")))
+
+
+def _number(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text.replace(",", "").rstrip(".;:)]%"))
+    except ValueError:
+        return None
 
 
 # Read what ``--reference`` names: reference files, record folders, and outputs of runs.
-
-MAX_OUTPUT_BYTES = 256 << 20
 
 
 def load_reference(paths: list[str], metric: str | None) -> Reference:

@@ -6,8 +6,12 @@ from enum import Enum
 
 from ...analyze.reference.goal import Goal
 from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Metric
+from ...security.schema import Count
 
 DIVERGED_EXIT_CODE = 79  # of a job that was ended because its loss left the band of the reference
+# What a rank sends of each optimizer step (``record.watch.step_watch``): step, samples of the rank
+# until its end and in it, loss, learning rate, gradient norm, checksum of the parameters (int64).
+Row = tuple[Count, Count, Count, float | None, float | None, float | None, int | None]
 
 
 class Action(Enum):

@@ -11,13 +11,7 @@ import msgspec
 
 from ...security.files import InvalidFileError
 from ...security.schema import Count, parse_json
-
-# The values of an optimizer step that a rank sends (``record.watch.step_watch``).
-
-# Step, samples of the rank until its end and in it, loss, learning rate, gradient norm, checksum of
-# the parameters (int64).
-Row = tuple[Count, Count, Count, float | None, float | None, float | None, int | None]
-
+from ..guard.request import Row
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 MAX_PARSED_MESSAGE_BYTES = 1 << 30

@@ -121,7 +121,8 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
         start = _read_start(fds)
         request = start.environment.pop(overlay.VARIABLE, "")
         if request and not is_covered:
-            changes, is_covered = _cover(request, start.environment["GROUP_RANK"]), True
+            changes = _cover(request, start.environment["GROUP_RANK"], folder)
+            is_covered = True
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -177,10 +178,10 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         pass  # the agent has ended; the next receive detects it
 
 
-def _cover(request: str, node: str) -> Path | None:
+def _cover(request: str, node: str, folder: Path) -> Path | None:
     """Cover folders of the user for all ranks of this node; return what is to be removed."""
     try:
-        return overlay.cover(request, node)
+        return overlay.cover(request, node, folder)
     except OSError as error:
         sys.stderr.write(
             f"paceline: {socket.gethostname()}: the folders of the script cannot be covered "

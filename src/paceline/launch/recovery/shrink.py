@@ -2,7 +2,7 @@
 
 A host that is lost, or whose ranks were the first to be killed in two attempts in a row, takes no
 part in the next attempt, as long as ``--min-hosts`` remain. A host that was lost and comes back
-(``rejoin``) takes part in the next attempt again, and so does one that is new (``joining_hosts``).
+takes part in the next attempt again, and so does one that is new (``rejoin``).
 """
 
 import dataclasses

@@ -86,7 +86,7 @@ class RemoteHost:
         threading.Thread(target=self._read_messages, daemon=True).start()
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
-    # the Host protocol of ranks.elastic_agent
+    # the Host protocol of ranks.host
 
     def set_output(self, output: RankOutput) -> None:
         self._output = output

@@ -12,7 +12,7 @@ from ...cost.compare_machines import Change
 from ...cost.machine.machine_file import Figure, HostFacts, Machine
 from ...cost.machine.named_figures import host_figures
 from ...cost.machine.units import format_value, join_words, size
-from ...cost.outliers.outlier import Outlier
+from ...cost.outliers import Outlier
 from ...cost.roofline import roofs
 from ..numbers import counted, percent
 from .roofline import draw_roofline

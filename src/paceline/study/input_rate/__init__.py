@@ -5,9 +5,11 @@ Each term is measured separately, and the prediction is compared with running lo
 
 import json
 import os
+import random
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,33 +17,187 @@ from typing import Any
 from ...data.loading.batch import SamplePipeline, make_piece
 from ...data.loading.external_transforms import adapt_transform
 from ...data.loading.file_dataset import Files
-from ...data.loading.stored_arrays import StoredArrays
+from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
 from ...data.shards import ScratchBuffer, Shards
+from ...data.sources.bounded_read import OPEN_FLAGS
 from ...data.sources.open_source import import_function
 from ...data.staging.free_space import kind_of
 from ...plurals import counted
 from ...predict.input_rate import Rate, Remedy, Terms, max_hosts, rate, remedies, striping
-from .load_rank import MIN_BATCHES, LoadRankConfig, collate_as_list, open_dataset
-from .sample_files import (
-    MIN_SAMPLES,
-    Place,
-    files_of,
-    most_of,
-    order_of,
-    places,
-    root_of,
-    size_of,
-    together,
-)
-from .storage_rate import drop_from_cache, from_storage
+from ..probe.measure import page_cache
+from ..probe.measure.storage import storage
+from .load_rank import MIN_BATCHES, LoadRankConfig, collate_as_list, make_loader, open_dataset
 
 __all__ = ["Advice", "LoadRankConfig", "advise"]
 Say = Callable[[str], None]
+Running = list["subprocess.Popen[str]"]
+PIECE = 4 << 20  # bytes per read when measuring the maximum bandwidth
+PARALLEL_READS = 16  # concurrent reads when measuring operations per second
+DROPPED = 0.1  # maximum cached fraction of files that count as dropped from the page cache
+
+
+# Positions of a dataset's samples in files, and the choice of samples to measure with.
+
+MAX_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
+MAX_SAMPLES = 20_000  # maximum number of samples used
+MIN_SAMPLES = 100  # minimum number of samples: fewer are read too quickly to be timed
+Place = tuple[Path, int, int]  # file, offset, bytes
+
+
+def root_of(data: Any) -> Path:
+    path: Path = data.folder if isinstance(data, (Shards, Files)) else data.path
+    return path if path.is_dir() else path.parent
+
+
+def files_of(data: Any) -> list[Path]:
+    """Return all files of a dataset. Not for ``Files``, which may have millions of them."""
+    if isinstance(data, Shards):
+        return [data.shard_path(number) for number in range(len(data.meta.shards))]
+    path: Path = data.path
+    return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+
+
+def size_of(data: Any) -> int:
+    """Return the bytes of the dataset; for ``Files`` estimated from some of the samples."""
+    if isinstance(data, Files):
+        step = max(len(data) // MIN_SAMPLES, 1)
+        looked = [data.location(i)[2] for i in range(0, len(data), step)]
+        return round(sum(looked) / len(looked) * len(data))
+    return sum(path.stat().st_size for path in files_of(data))
+
+
+def most_of(data: Any) -> int:
+    """Return the number of samples to measure with.
+
+    They fit into memory and are read in an acceptable time. For a store that caches decoded chunks,
+    they are more than the cache holds.
+    """
+    if isinstance(data, StoredArrays):
+        return min(len(data), 2 * CACHE_BYTES // max(data.array_spec.nbytes, 1) + 1)
+    return min(
+        len(data), max(MAX_BYTES * len(data) // max(size_of(data), 1), MIN_SAMPLES), MAX_SAMPLES
+    )
+
+
+def places(data: Any, feed: LoadRankConfig) -> list[Place]:
+    """Return the file, offset and bytes of the samples to measure with, in reading order.
+
+    A store's files are treated as consecutive chunks that are read in random order.
+    """
+    if not isinstance(data, StoredArrays):
+        return [data.location(i) for i in order_of(data, feed)]
+    files = [(path, path.stat().st_size) for path in files_of(data)]
+    each = max(sum(size for _, size in files) * data.chunk_samples // len(data), 1)
+    found = [
+        (path, start, min(each, size - start))
+        for path, size in files
+        for start in range(0, size, each)
+    ]
+    random.Random(0).shuffle(found)
+    return found[: max(MAX_BYTES // each, 1)]
+
+
+def together(data: Any) -> int:
+    """Return the number of samples that are stored together in one place."""
+    return data.chunk_samples if isinstance(data, StoredArrays) else 1
+
+
+def order_of(data: Any, feed: LoadRankConfig) -> list[int]:
+    return list(make_loader(replace(feed, rank=0, ranks=1), data).sampler)
+
+
+# Storage terms of the input rate, each measured on files dropped from the page cache.
+
+
+def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str]) -> dict[str, Any]:
+    """Measure the storage terms; empty if the files can't be dropped from the page cache.
+
+    Args:
+        some: Places to read.
+        seconds: Approximate time for each measurement.
+        notes: Remarks are appended to it.
+    """
+    if not drop_from_cache(some):
+        notes.append("its files are in memory, or in a cache that this host can't empty")
+        return {}
+    files, count = isinstance(data, Files), together(data)
+    one, one_cpu = _pieces(some[::2], 1, seconds / 2, files)
+    drop_from_cache(some)
+    many, many_cpu = _pieces(some, PARALLEL_READS, seconds, files)
+    warm_cpu = _pieces(some[: max(len(some) // 8, 1)], 1, seconds / 4, files)[1]
+    each = sum(length for _, _, length in some) / len(some)
+    drop_from_cache(some)
+    large = _bandwidth_beside(data, seconds, notes) if files else _large(files_of(data), seconds)
+    return {
+        "bandwidth": max(large, many * each),
+        "operations": many * count,
+        "wait_s": max(1 / one - one_cpu, 0.0) / count,
+        "stored_s": max(min(one_cpu, many_cpu) - warm_cpu, 0.0) / count,
+    }
+
+
+def drop_from_cache(some: list[Place]) -> bool:
+    """Drop the files from the page cache; return whether that succeeded."""
+    left = []
+    for number, path in enumerate(sorted({path for path, _, _ in some})):
+        with open(os.open(path, OPEN_FLAGS), "rb") as file:
+            os.fsync(file.fileno())
+            page_cache.drop_from_cache(file.fileno())
+            if number < MIN_SAMPLES:
+                left.append(page_cache.resident_share(file.fileno()))
+    known = [part for part in left if part is not None]
+    return bool(known) and sum(known) / len(known) < DROPPED
+
+
+def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
+    """Read places with ``count`` threads; return the reads per second and CPU seconds per read."""
+    paths = set() if opens else {path for path, _, _ in some}
+    handles = {path: os.open(path, OPEN_FLAGS) for path in paths}
+    end = time.perf_counter() + seconds
+
+    def read(mine: list[Place]) -> int:
+        buffer, done = ScratchBuffer(), 0
+        for path, offset, length in mine:
+            file = os.open(path, OPEN_FLAGS) if opens else handles[path]
+            os.preadv(file, [buffer.take(length)], offset)
+            if opens:
+                os.close(file)
+            done += 1
+            if time.perf_counter() > end:
+                break
+        return done
+
+    start, used = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(count) as pool:
+        done = sum(pool.map(read, [some[i::count] for i in range(count)]))
+    took, used = time.perf_counter() - start, time.process_time() - used
+    for file in handles.values():
+        os.close(file)
+    return done / took, used / done
+
+
+def _large(files: list[Path], seconds: float) -> float:
+    """Return the bytes per second of sequential reads in large pieces."""
+    buffer, done = memoryview(bytearray(PIECE)), 0
+    start = time.perf_counter()
+    for path in files:
+        with open(os.open(path, OPEN_FLAGS), "rb", buffering=0) as file:
+            while time.perf_counter() - start < seconds and (count := file.readinto(buffer)):
+                done += count
+    return done / (time.perf_counter() - start)
+
+
+def _bandwidth_beside(data: Files, seconds: float, notes: list[str]) -> float:
+    """Return the bandwidth of a temporary large file in the same folder as the small files."""
+    try:
+        read = storage(data.folder, seconds).read
+    except ValueError as error:
+        notes.append(f"its bandwidth was measured with small files only: {error}")
+        return 0.0
+    return read.median if read is not None else 0.0
 
 
 # Loaders running on all ranks at once, without training, to compare a prediction with.
-
-Running = list["subprocess.Popen[str]"]
 
 
 def measure_rates(feed: LoadRankConfig, data: Any, some: list[Place], state: str) -> float:

@@ -32,7 +32,7 @@ from ...analyze.scaling.study_model import (
     TargetResult,
     layout_over,
 )
-from ...cluster.energy.meter import EnergyMeter
+from ...cluster.energy import EnergyMeter
 from ...cluster.topology.local_resources import allowed_threads, parse_ranges
 from ...knobs.layouts.requested import NAME as LAYOUT_KNOB
 from ...knobs.loading.batch import NAME as BATCH_KNOB

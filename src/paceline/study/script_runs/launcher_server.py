@@ -26,7 +26,7 @@ MAX_MESSAGE_BYTES = 100_000  # of the socket; longer requests are in a file
 END_TIMEOUT_S = 20.0
 MODULES = (
     *("paceline.launch.start", "paceline.launch.target", "paceline.launch.supervise"),
-    *("paceline.launch.single_node", "paceline.launch.ranks.elastic_agent"),
+    "paceline.launch.single_node",
     *("paceline.launch.ranks.rank_process", "paceline.launch.affinity.bind_ranks"),
 )
 # Asks for GPUs without an initialization of their driver, which forks could not use then.

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.checkpoint import pickle_check
-from paceline.checkpoint.pickle_check import check_pickle
+from paceline.checkpoint import manifest
+from paceline.checkpoint.manifest import check_pickle
 
-pickle_check.MAX_PICKLE_BYTES, pickle_check.MAX_OPCODES, pickle_check.MAX_KEY_PARTS = (
+manifest.MAX_PICKLE_BYTES, manifest.MAX_OPCODES, manifest.MAX_KEY_PARTS = (
     1 << 16,
     10_000,
     10_000,

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...analyze.reference.reference_file import (
+from ..analyze.reference.reference_file import (
     RECORD_FILE,
     merge_references,
     read_reference,
     write_reference,
 )
-from ...analyze.reference.run_guard import make_standard
-from ...analyze.reference.series import Reference
-from ...plurals import counted
-from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ...security.text import printable
-from ..script_runs.run_process import last_lines
-from ..trials import ScriptRequest, Trials, TrialSpec
+from ..analyze.reference.run_guard import make_standard
+from ..analyze.reference.series import Reference
+from ..plurals import counted
+from ..record.watch.seed_shift import VARIABLE as SEED_SHIFT
+from ..security.text import printable
+from .script_runs.run_process import last_lines
+from .trials import ScriptRequest, Trials, TrialSpec
 
 SEED = "{seed}"
 MAX_FIRST_STEP = 10  # of a run: one that begins later has resumed from a checkpoint

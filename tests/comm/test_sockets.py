@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.topology.sockets import SOCKET_VARIABLE, UNKNOWN_SOCKET, socket_of
+from paceline.comm.shared.open_group import SOCKET_VARIABLE, UNKNOWN_SOCKET, socket_of
 
 
 def test_socket_from_user_setting():

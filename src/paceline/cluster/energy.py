@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from ..topology.local_resources import allowed_threads, memory_limits, parse_ranges
-from ..topology.topology import read_sysfs_int
-from ..topology.visible_gpus import UNKNOWN, visible_devices
+from .topology.local_resources import allowed_threads, memory_limits, parse_ranges
+from .topology.topology import read_sysfs_int
+from .topology.visible_gpus import UNKNOWN, visible_devices
 
 INTERVAL_S = 1.0  # between two readings; RAPL starts again after some minutes at the earliest
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ....analyze.figures.noise_scale import recorded_steps
-from ....analyze.figures.report import analyse_with_window
-from ....analyze.records.data_axis import find_data_axis
-from ....analyze.records.load_run import Run
-from ....analyze.reference.metric import BACKWARD
-from ....analyze.reference.reference_file import RECORD_FILE, read_reference
-from ....analyze.scaling.critical.critical_model import (
+from ...analyze.figures.noise_scale import recorded_steps
+from ...analyze.figures.report import analyse_with_window
+from ...analyze.records.data_axis import find_data_axis
+from ...analyze.records.load_run import Run
+from ...analyze.reference.metric import BACKWARD
+from ...analyze.reference.reference_file import RECORD_FILE, read_reference
+from ...analyze.scaling.critical.critical_model import (
     FILE,
     LINEAR,
     SQUARE_ROOT,
@@ -25,23 +25,23 @@ from ....analyze.scaling.critical.critical_model import (
     read_critical,
     write_critical,
 )
-from ....analyze.scaling.critical.judgement import MIN_TAIL_STEPS, TAIL_SHARE, end_loss
-from ....analyze.scaling.runs.figures_of_run import figures_of_run, recorded_batch
-from ....analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER
-from ....analyze.scaling.study_model import RunFigures, Setup
-from ....knobs.learning_rate import NAME as RATE_KNOB
-from ....knobs.learning_rate import UsedOptimizer, used_optimizers
-from ....knobs.loading.batch import ACCUMULATE
-from ....knobs.loading.batch import NAME as BATCH_KNOB
-from ....plurals import counted
-from ....record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
-from ....record.ring.states import State
-from ....record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ...trials import InterruptedTrialError, ScriptRequest, Trial, Trials, TrialSpec
-from ..plan import FIRST_STEPS, SEED, USED_SHARE, filled_in, uses_template
-from ..run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
-from ..run_setup import NO_BATCH_HINT, NO_SAMPLES, is_near
-from ..study_lock import locked_study
+from ...analyze.scaling.critical.judgement import MIN_TAIL_STEPS, TAIL_SHARE, end_loss
+from ...analyze.scaling.runs.figures_of_run import figures_of_run, recorded_batch
+from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER
+from ...analyze.scaling.study_model import RunFigures, Setup
+from ...knobs.learning_rate import NAME as RATE_KNOB
+from ...knobs.learning_rate import UsedOptimizer, used_optimizers
+from ...knobs.loading.batch import ACCUMULATE
+from ...knobs.loading.batch import NAME as BATCH_KNOB
+from ...plurals import counted
+from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
+from ...record.ring.states import State
+from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
+from ..trials import InterruptedTrialError, ScriptRequest, Trial, Trials, TrialSpec
+from .plan import FIRST_STEPS, SEED, USED_SHARE, filled_in, uses_template
+from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
+from .run_setup import NO_BATCH_HINT, NO_SAMPLES, is_near
+from .study_lock import locked_study
 
 DEFAULT_MINUTES = 10.0
 MOST_STEPS = 2000  # of the base

@@ -1,1 +1,0 @@
-"""Memory and files of a rank's shard: the copy of its tensors, and how they are written."""

@@ -1,1 +1,0 @@
-"""Find hosts, links, versions and limits that differ from their peers."""

@@ -1,1 +1,0 @@
-"""Train a script on one rank with several seeds, as the reference of ``paceline run``."""

@@ -1,1 +1,0 @@
-"""Short runs from one checkpoint with larger batches (``paceline scale --critical-batch``)."""
