@@ -296,3 +296,17 @@ def test_datasets_of_installed_packages_are_packed(tmp_path, name, samples, shap
     assert told["samples"] == samples
     assert shape is None or told["array"]["shape"] == shape
     assert kinds is None or len(told["statistics"]["classes"]) == kinds
+
+
+@pytest.mark.long
+def test_volumes_on_parts_receive_the_halos_of_the_theory(tmp_path):
+    script, data, report = "examples/volumes.py", tmp_path / "volumes", tmp_path / "d2.json"
+    made = run(sys.executable, script, "make", data, "--size", "16", "--volumes", "4")
+    assert made.returncode == 0, made.stderr
+    start = [*STARTERS["2 ranks"], "--record", tmp_path / "record", "--json", report]
+    done = run(*start, script, "train", data, "--layout", "d2", "--width", "4", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    theory = int(re.search(r"in theory: ([\d,]+) bytes", done.stdout)[1].replace(",", ""))
+    assert sum(layer["bytes"] for layer in json.loads(report.read_text())["halos"]) == theory
+    shown = run(sys.executable, script, "halos", report)
+    assert f"{theory:,} bytes" in shown.stdout

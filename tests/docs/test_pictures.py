@@ -9,18 +9,25 @@ DOCS = Path(paceline.__file__).parents[2] / "docs"
 WITHOUT_VARIANT = {"compression", "perfetto"}  # not of a page of Paceline
 
 
+PICTURES = DOCS / "pictures"
+
+
 def pictures():
-    return [path for path in (DOCS / "pictures").iterdir() if path.suffix in (".png", ".svg")]
+    """Return the pictures of pages, without their dark variants."""
+    files = (path for path in PICTURES.rglob("*") if path.suffix in (".png", ".svg"))
+    return [path for path in files if path.parent.name != "dark"]
 
 
 def test_every_picture_of_a_page_has_both_variants():
-    light = {path.stem: path.suffix for path in pictures()}
-    dark = {path.stem: path.suffix for path in (DOCS / "pictures" / "dark").iterdir()}
-    with_variant = {name: end for name, end in light.items() if name not in WITHOUT_VARIANT}
-    assert {f"{name}-dark": end for name, end in with_variant.items()} == dark
+    wanted = {
+        path.parent / "dark" / f"{path.stem}-dark{path.suffix}"
+        for path in pictures()
+        if path.stem not in WITHOUT_VARIANT
+    }
+    assert wanted == {path for path in PICTURES.rglob("dark/*") if path.is_file()}
 
 
 def test_every_picture_is_used():
     pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
-    used = set(re.findall(r"pictures/([\w-]+\.(?:png|svg))", pages))
-    assert used == {path.name for path in pictures()}
+    used = set(re.findall(r"pictures/([\w/-]+\.(?:png|svg))", pages))
+    assert used == {str(path.relative_to(PICTURES)) for path in pictures()}

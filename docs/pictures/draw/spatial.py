@@ -1,11 +1,11 @@
-"""Draw docs/pictures/spatial-split.svg and spatial-unet.svg: parts of samples, and their halos.
+"""Draw split.svg and unet.svg of docs/pictures/spatial: parts of samples, and their halos.
 
 Each picture has a light variant and a dark one. Widths of halos are those of 3 x 3 convolutions.
 """
 
 from pathlib import Path
 
-PICTURES = Path(__file__).resolve().parents[1]
+PICTURES = Path(__file__).resolve().parents[1] / "spatial"
 THEMES = {
     "light": {"text": "#1f2328", "line": "#57606a", "halo": "#d4a72c", "back": "none"},
     "dark": {"text": "#e6edf3", "line": "#8b949e", "halo": "#d4a72c", "back": "none"},
@@ -126,7 +126,7 @@ def unet(colors: Colors) -> str:
 
 def main() -> None:
     for theme, colors in THEMES.items():
-        for name, draw in (("spatial-split", split), ("spatial-unet", unet)):
+        for name, draw in (("split", split), ("unet", unet)):
             file = f"{name}.svg" if theme == "light" else f"dark/{name}-dark.svg"
             (PICTURES / file).write_text(draw(colors))
 
