@@ -194,7 +194,7 @@ SMALL = {
         *(F.cross_entropy, segmentation(3, 1, 13, 10, 11)),
     ),
     "resnet-18": Network(
-        *(lambda: ResNet18(3), (2, 3, 67, 37)),
+        *(lambda: ResNet18(3), (2, 3, 37, 33)),
         *(F.cross_entropy, lambda: torch.tensor([3, 7])),
     ),
     "deeplab": Network(
