@@ -175,7 +175,8 @@ def test_steps_of_an_optimizer_that_is_not_distributed_are_recorded(tmp_path, wh
     ranks.run(script, what, ranks=1, launcher=f"paceline --record {record}")
     report = analyse(load_run(record))
     assert (report.steps, report.unmatched) == (6, 0)
-    assert report.samples == 20  # without the first step
+    if what != "model":  # whose batches neither the world nor its loop have seen
+        assert report.samples == 20  # without the first step
 
 
 @pytest.mark.parametrize("what", ["model", "loader"])

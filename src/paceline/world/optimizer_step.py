@@ -154,6 +154,7 @@ class OptimizerSteps:
         """Begin a batch of a training loop."""
         share = loaded.share
         self.phases.begin()
+        self.phases.is_in_loop = True
         self.last_total = share.total
         self.phases.recorder.samples += 0 if share.filler else share.count
         return self.accumulations.begin(loaded)

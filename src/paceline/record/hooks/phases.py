@@ -60,18 +60,20 @@ class PhaseRecorder:
         self.forward_end = 0  # ns; 0: no forward is without its backward
         self._step_start = 0
         self._step_optimizer: Optimizer | None = None  # its steps are the job's steps
+        self.is_in_loop = False  # the world has yielded a batch
         self._knows_optimizer = True  # from ``watch_optimizer``, and not from its first step
         self.known_steps = 0  # of optimizers given to ``watch_optimizer``
         self._hooked_ids: set[int] = set()
+        self._models: list[nn.Module] = []
         self._has_begun = False
         if release_loop is None:
             self.begin()
 
     def begin(self) -> None:
-        """Begin to record, with the first batch or backward of the world.
+        """Begin to record, with the world's first model, optimizer, batch or backward.
 
-        If no optimizer was given to ``watch_optimizer``, the first one that steps in this thread is
-        watched.
+        If no optimizer is given to ``watch_optimizer``, the first one that steps is watched: one
+        with a parameter of a watched model, if there are such models.
         """
         if self._has_begun:
             return
@@ -82,15 +84,21 @@ class PhaseRecorder:
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
             recorder = this()
-            if recorder is None or recorder._step_optimizer is not None:
-                return
-            if get_ident() == thread:
-                recorder.watch_optimizer(optimizer)
-                recorder._knows_optimizer = False
+            if recorder is not None and recorder._step_optimizer is None and get_ident() == thread:
+                recorder._adopt(optimizer)
 
         register_optimizer_step_pre_hook(before_step)
 
+    def _adopt(self, optimizer: Optimizer) -> None:
+        known = {id(p) for model in self._models for p in model.parameters()}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if known & stepped or (not self._models and self.is_in_loop):
+            self.watch_optimizer(optimizer)
+            self._knows_optimizer = False
+
     def watch_model(self, model: nn.Module) -> None:
+        self.begin()
+        self._models.append(model)
         model.register_forward_pre_hook(UncopiedHook(self._before_forward))
         model.register_forward_hook(UncopiedHook(self._after_forward))
 

@@ -354,6 +354,7 @@ class ModelDistribution(SampleParts):
                 or block that can't be sharded, or a block or budget that does not fit the model.
                 The first forward raises it if nothing meets the budget.
         """
+        self._training.phases.begin()  # steps that the layout tries are not the script's
         check_accumulate(accumulate)
         from ...knobs.loading.batch import requested_accumulation  # not needed to start
 
