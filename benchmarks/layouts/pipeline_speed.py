@@ -7,7 +7,7 @@ layers are not quite equal: the first one computes no gradient of its input, and
 loss. The longer one has 1.4 % more than half of the matrix products of 24 layers, and 4.3 % more of
 those of 8. What small micro-batches cost is part of the result: ``--samples 512`` has some of 32
 samples. "both cores" is a process on each core without exchange: what the machine gives to two
-processes. It takes 4 minutes, and needs two cores that nothing else uses.
+processes. It takes 5 minutes, and needs two cores that nothing else uses.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A run without communication: what torch.distributed.checkpoint sends is sent all the same."""
+"""A run without communication: what its receives hold, and what is sent all the same."""
 
 import ranks
 import torch
@@ -20,18 +20,22 @@ SAVES = """
         group._checks = None
     silent = torch.full((2,), float(rank))
     dist.all_reduce(silent)
+    received = [torch.full((2,), torch.nan), torch.zeros(2, dtype=torch.uint8)]
+    for one in received:
+        dist.recv(one, 1 - rank)
     state = {f"own-{rank}": torch.full((3 + rank,), float(rank)), "step": torch.tensor(7)}
     dcp.async_save(state, checkpoint_id="saved").result()
     if rank == 0:
         found = dcp.FileSystemReader("saved").read_metadata()
-        print(silent.tolist(), sorted(found.state_dict_metadata))
+        values = [one.tolist() for one in (silent, *received)]
+        print(*values, sorted(found.state_dict_metadata))
 """
 
 
 def test_asynchronous_checkpoint_without_communication_is_complete(tmp_path):
     script = ranks.write(tmp_path, SAVES)
     out = ranks.run(script, launcher=f"paceline --record {tmp_path}/record").stdout
-    assert "[0.0, 0.0] ['own-0', 'own-1', 'step']" in out
+    assert "[0.0, 0.0] [0.0, 0.0] [1, 1] ['own-0', 'own-1', 'step']" in out
     for record in load_run(tmp_path / "record").records:  # the call, and the wait for its end
         assert record.count(State.CHECKPOINT) == 2
 

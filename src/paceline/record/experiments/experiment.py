@@ -64,8 +64,10 @@ from .switches import (
 # dtype. PyTorch's ``FakeProcessGroup`` fills them. Its futures hold no value, which DDP needs, so
 # they are replaced. Python objects that only one rank has are sent all the same, because the other
 # ranks could not unpickle anything else; so is all that torch.distributed.checkpoint sends, because
-# its ranks plan a checkpoint together.
+# its ranks plan a checkpoint together. Received tensors hold zeros: what was in their memory before
+# may be infinite, and end the training.
 
+RECEIVES = ("recv", "recv_anysource")
 
 # Work objects to keep alive, which C++ does not do before PyTorch 2.9. Each one keeps its tensors,
 # whose memory a training would have freed and reused.
@@ -94,7 +96,8 @@ class NoCommunicationGroup:
             return getattr(self._inner, name)
         if serves_checkpoint(caller):
             return getattr(self._inner, name)
-        return self._with_future_value(getattr(self._fake, name))
+        method = getattr(self._fake, name)
+        return self._with_future_value(_filling(method) if name in RECEIVES else method)
 
     def _with_future_value(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> dist.Work | None:
@@ -111,6 +114,17 @@ class NoCommunicationGroup:
 
     def monitored_barrier(self, *args: Any, **options: Any) -> None:
         """Return at once, without waiting for other ranks."""
+
+
+def _filling(receive: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a receive that fills its tensors: integers, such as flags of gradients, with ones."""
+
+    def filled(tensors: list[torch.Tensor], *args: Any) -> Any:
+        for tensor in tensors:
+            tensor.detach().fill_(0 if tensor.is_floating_point() else 1)
+        return receive(tensors, *args)
+
+    return filled
 
 
 # Input from memory
