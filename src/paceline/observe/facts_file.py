@@ -7,25 +7,12 @@ A rank writes ``facts-RANK.json`` and ``facts-RANK.npz`` into the folder of the 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..security.files import read_regular
-from .facts.events import (
-    CollectiveFacts,
-    DrawFacts,
-    FileFacts,
-    MetricFacts,
-    OperatorFacts,
-    OutputFacts,
-    RestoreFacts,
-    SeedFacts,
-)
-from .facts.models import ModelFacts, ParameterFacts, StateFacts
 from .facts.ranks import RankFacts
-from .facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from .facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, ScheduleFacts, StepFacts
 
 VERSION = 1
 MAX_FACTS_MIB = 512  # of one file
@@ -54,41 +41,9 @@ def read_facts(folder: Path, rank: int) -> RankFacts:
         raise ValueError(f"{path} is not a file of this version of paceline verify")
     with np.load(folder / f"facts-{rank}.npz", allow_pickle=False) as arrays:
         sketches = arrays["sketches"]
-    facts: RankFacts = _build(RankFacts, loaded | {"sketches": sketches})
-    return facts
-
-
-_NESTED: dict[tuple[type, str], type] = {
-    (RankFacts, "models"): ModelFacts,
-    (ModelFacts, "parameters"): ParameterFacts,
-    (RankFacts, "optimizers"): OptimizerFacts,
-    (RankFacts, "schedules"): ScheduleFacts,
-    (RankFacts, "loaders"): LoaderFacts,
-    (LoaderFacts, "passes"): PassFacts,
-    (RankFacts, "batches"): BatchFacts,
-    (RankFacts, "steps"): StepFacts,
-    (StepFacts, "backwards"): BackwardFacts,
-    (StepFacts, "clips"): ClipFacts,
-    (RankFacts, "draws"): DrawFacts,
-    (RankFacts, "collectives"): CollectiveFacts,
-    (RankFacts, "outputs"): OutputFacts,
-    (RankFacts, "states"): StateFacts,
-    (RankFacts, "files"): FileFacts,
-    (RankFacts, "seeds"): SeedFacts,
-    (RankFacts, "restores"): RestoreFacts,
-    (RankFacts, "metrics"): MetricFacts,
-    (RankFacts, "operators"): OperatorFacts,
-}
-
-
-def _build(kind: type, values: dict[str, Any]) -> Any:
-    """Return an instance of ``kind`` from what JSON holds of it."""
-    made = {}
-    for name, value in values.items():
-        inner = _NESTED.get((kind, name))
-        if inner is not None:
-            value = [_build(inner, one) for one in value]
-        elif name == "phase":
-            value = Phase(value)
-        made[name] = value
-    return kind(**made)
+    try:
+        return msgspec.convert(
+            loaded | {"sketches": sketches}, RankFacts, dec_hook=lambda kind, value: value
+        )
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
