@@ -21,7 +21,7 @@ from ..divided.divided_tensor import (
     divided_tensors,
     function_name,
 )
-from ..divided.elementwise import register_elementwise
+from ..divided.elementwise import pointwise, register_elementwise
 from ..divided.module_names import layer
 from ..divided.views import register_views
 from .exchange import Line, fetch, redivide, rows_of
@@ -31,6 +31,7 @@ RULES = Rules()
 register_views(RULES)
 register_elementwise(RULES)
 rule_for = RULES.add
+rule_for(torch.Tensor.requires_grad_)(pointwise)
 
 
 class RefusedError(ValueError):
