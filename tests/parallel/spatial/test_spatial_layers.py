@@ -105,6 +105,16 @@ REFUSED = """
         "convolution of a spectrum": lambda x: F.conv2d(
             torch.fft.fft2(x).real, torch.ones(2, 3, 3, 3), padding=1
         ),
+        "spectral layer": lambda x: torch.fft.irfft2(
+            torch.einsum("bixy,io->boxy", torch.fft.rfft2(x)[:, :, :2, :2], torch.ones(3, 2) + 2j),
+            s=(6, 4),
+        ),
+        "loss of tokens": lambda x: F.cross_entropy(
+            x.flatten(2), (x.sum(1) > 0).long().flatten(1), reduction="none"
+        ),
+        "loss of rows": lambda x: F.cross_entropy(
+            x[:1].movedim(1, 3).reshape(-1, 3), (x[:1].sum(1) > 0).long().reshape(-1)
+        ),
         "pooled spectrum": lambda x: F.adaptive_avg_pool2d(torch.fft.rfft2(x).imag, 2),
         "sorted spectrum": lambda x: torch.fft.fft2(x).abs().sort(1)[0].roll(1, 2),
         "inverse of all": lambda x: torch.fft.irfftn(torch.fft.rfftn(x) * 2),
