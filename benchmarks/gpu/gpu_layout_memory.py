@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import LAYOUTS, StepMemory, predict_layout
-from paceline.parallel.memory.fake_model import trace_model
+from paceline.parallel.memory.choose import trace_model
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.sharded.fully_sharded import shard_model

@@ -4,7 +4,7 @@ at most 5 % of its step.
 
 Both train in the same processes, in turns. Memory is what a forward leaves for its backward, in
 bytes of PyTorch's allocator. With one sample, PyTorch computes many layers of the whole volume
-without oneDNN (``parallel/spatial/halves.py``); with two samples it uses oneDNN for all.
+without oneDNN (``parallel/spatial/convolution.py``); with two samples it uses oneDNN for all.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
     }
     table = Table(title=f"Step of a 3-D U-Net, {args.repeats} rounds")
     headings = (
-        *("samples", "whole, s", "half, s", "of whole", "exposed"),
+        *("samples", "whole, s", "half, s", "of whole", "of its processor time", "exposed"),
         *("no overlap", "kept, MiB", "of whole"),
     )
     for heading in headings:
@@ -44,6 +44,7 @@ def main() -> None:
         times, memory = of["step_s"], of["kept_bytes"]
         step = ratio(times["parts"], times["whole"])
         share = memory["parts"] / memory["whole"]
+        processor = ratio(of["processor_s"]["parts"], of["processor_s"]["whole"])
         exposed = ratio(of["exposed_s"]["parts"], times["parts"])
         waiting = ratio(times["waiting"], times["parts"])
         medians[size] = {kind: spread(times[kind]) for kind in ("whole", "parts")}
@@ -51,12 +52,14 @@ def main() -> None:
             size,
             *(f"{one['median']:.3f}" for one in medians[size].values()),
             f"{step['median']:.2f}",
+            f"{processor['median']:.2f}",
             f"{exposed['median']:.1%}",
             f"{waiting['median']:.2f}",
             f"{memory['whole'] / 2**20:.0f}",
             f"{share:.2f}",
         )
-        results[size] = {"step": step, "memory": share, "exposed": exposed, "waiting": waiting}
+        results[size] = {"step": step, "processor": processor, "memory": share}
+        results[size] |= {"exposed": exposed, "waiting": waiting}
         targets.append(target(f"step of halves of {size}, of the whole", STEP_LIMIT, step))
         targets.append(target(f"halos exposed of {size}, of the step", EXPOSED_LIMIT, exposed))
         peak = {"median": share, "rounds": [share]}

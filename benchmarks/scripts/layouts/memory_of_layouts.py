@@ -23,7 +23,7 @@ from paceline.cost.layout_memory import (
     bytes_per_parameter,
     predict_layout,
 )
-from paceline.parallel.memory.fake_model import trace_model
+from paceline.parallel.memory.choose import trace_model
 from paceline.parallel.memory.measure import measure_growth
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
 from paceline.world.layouts.distribution import tensor_bytes

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import paceline
 from paceline.parallel.spatial import convolution
-from paceline.parallel.spatial.halo_totals import halo_totals
+from paceline.parallel.spatial.exchange import halo_totals
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -63,6 +63,7 @@ def main() -> None:
     model, optimizer = world.distribute(plain, optimizer, layout=args.layout)
     x, y = torch.randn(2, args.samples, 1, *[args.size] * 3)
     times: dict[str, list[float]] = {"whole": [], "parts": [], "waiting": []}
+    processor: dict[str, list[float]] = {"whole": [], "parts": [], "waiting": []}
     exposed: dict[str, list[float]] = {"parts": [], "waiting": []}
     kept = {}
     overlaps = convolution.MIN_OVERLAPPED
@@ -71,23 +72,26 @@ def main() -> None:
             convolution.MIN_OVERLAPPED = overlaps if kind == "parts" else 1 << 62
             waited = halo_totals.exposed_s
             dist.barrier()
-            start = time.perf_counter()
+            start, start_processor = time.perf_counter(), time.thread_time()
             if kind != "whole":
                 world.backward(F.mse_loss(model(x), y))
                 world.step(optimizer)
             elif world.rank == 0:
                 F.mse_loss(whole(x), y).backward()
                 whole.zero_grad()
+            used = time.thread_time() - start_processor
             dist.barrier()
             if number:
                 times[kind].append(time.perf_counter() - start)
+                processor[kind].append(used)
                 if kind != "whole":
                     exposed[kind].append(halo_totals.exposed_s - waited)
     for kind, net in (("whole", whole), ("parts", model)):
         if kind == "parts" or world.rank == 0:
             kept[kind] = kept_bytes(net, x, y)
     if world.rank == 0:
-        args.out.write_text(json.dumps({"step_s": times, "exposed_s": exposed, "kept_bytes": kept}))
+        found = {"step_s": times, "processor_s": processor, "exposed_s": exposed}
+        args.out.write_text(json.dumps(found | {"kept_bytes": kept}))
 
 
 def kept_bytes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> int:

@@ -7,8 +7,12 @@ from torch import nn
 from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import LAYOUTS, bytes_per_parameter
 from paceline.parallel.fake_tensors import OneFakeMode
-from paceline.parallel.memory.choose import choose_for_all_ranks, held_bytes, predict_setup
-from paceline.parallel.memory.fake_model import trace_model
+from paceline.parallel.memory.choose import (
+    choose_for_all_ranks,
+    held_bytes,
+    predict_setup,
+    trace_model,
+)
 from paceline.parallel.memory.measure import measure_peak
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup, copy_without_data
 from paceline.parallel.memory.trace import TrainingStep

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from paceline.parallel.recompute import host_activations, plan
-from paceline.parallel.recompute.choice import Way
 from paceline.parallel.recompute.host_activations import (
     LeavingStorages,
     activations_on_host,
     is_movable,
 )
+from paceline.parallel.recompute.plan import Way
 from paceline.parallel.recompute.recomputation import recompute_blocks
 
 

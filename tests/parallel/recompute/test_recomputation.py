@@ -12,9 +12,9 @@ from fake_gpu import fake_gpu
 from paceline.parallel import memory_budget
 from paceline.parallel.blocks import recomputed_blocks
 from paceline.parallel.recompute import plan
-from paceline.parallel.recompute.buffers import ReplayedBuffers
-from paceline.parallel.recompute.choice import Way, choose_ways, least_bytes, peak_bytes
+from paceline.parallel.recompute.plan import Way, choose_ways, least_bytes, peak_bytes
 from paceline.parallel.recompute.recomputation import recompute_blocks
+from paceline.parallel.recompute.replay import ReplayedBuffers
 
 
 class Block(nn.Module):

@@ -17,7 +17,6 @@ import paceline
 from paceline.cost.layout import Layout
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.spatial import convolution as convolutions
-from paceline.parallel.spatial import halves
 from paceline.parallel.spatial.samples import FROM_END, even_parts, spatial_groups
 from paceline.parallel.spatial.split_tensor import SplitTensor, split
 
@@ -277,8 +276,8 @@ def main():
         layout, groups = r.choice(made)
         # as for large layers, and for float32 on CPUs
         convolutions.MIN_OVERLAPPED = r.choice((1, 1 << 60))
-        halves.DTYPES = r.choice(((), (torch.float64,)))
-        halves.MIN_PRODUCTS = 1
+        convolutions.DTYPES = r.choice(((), (torch.float64,)))
+        convolutions.MIN_PRODUCTS = 1
         try:
             text, error, reason = compare(r, groups, layout)
         except ValueError as found:

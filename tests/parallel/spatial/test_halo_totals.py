@@ -1,14 +1,14 @@
 """Totals of halos in the record of a rank."""
 
-from paceline.parallel.spatial import halo_totals
-from paceline.parallel.spatial.halo_totals import FURTHER_LAYERS, MAX_NAMES_CHARS, HaloTotals
+from paceline.parallel.spatial import exchange
+from paceline.parallel.spatial.exchange import FURTHER_LAYERS, MAX_NAMES_CHARS, HaloTotals
 from paceline.record.ring.header_schema import MAX_HALO_LAYERS
 
 
 def written(monkeypatch):
     found, at_exit = [], []
-    monkeypatch.setattr(halo_totals, "update_all_headers", lambda halos: found.append(halos))
-    monkeypatch.setattr(halo_totals.atexit, "register", at_exit.append)
+    monkeypatch.setattr(exchange, "update_all_headers", lambda halos: found.append(halos))
+    monkeypatch.setattr(exchange.atexit, "register", at_exit.append)
     return found, at_exit
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.parallel.spatial import halves
-from paceline.parallel.spatial.halves import Geometry
+from paceline.parallel.spatial import convolution
+from paceline.parallel.spatial.convolution import Geometry
 
 # shape, stride, padding, dilation, kernel; odd and even numbers of outputs, gaps between windows
 CASES = [
@@ -18,7 +18,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(halves, "MIN_PRODUCTS", 1)
+    monkeypatch.setattr(convolution, "MIN_PRODUCTS", 1)
 
 
 def test_halves_equal_the_whole_volume(monkeypatch):
@@ -38,8 +38,8 @@ def check_case(monkeypatch, shape, stride, padding, dilation, kernel):
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, given, direction)
     used = []
-    plain = halves._Halves.stack
-    monkeypatch.setattr(halves._Halves, "stack", lambda *a: used.append(a) or plain(*a))
+    plain = convolution._Halves.stack
+    monkeypatch.setattr(convolution._Halves, "stack", lambda *a: used.append(a) or plain(*a))
     with torch.no_grad():
         found = how.convolve(*given)
         gradients = how.gradients(direction, rows, weight, True, (True, True, True))
@@ -64,4 +64,4 @@ def test_other_convolutions_are_those_of_pytorch(change):
     groups = change.get("groups", 1)
     weight = torch.zeros(4, 4 // groups, *[change.get("kernel", 3)] * 3, dtype=rows.dtype)
     how = Geometry(torch.conv3d, (1, 1, 1), (1, 1, 1), (1, 1, 1), groups)
-    assert halves._Halves.of(how, rows, weight) is None
+    assert convolution._Halves.of(how, rows, weight) is None

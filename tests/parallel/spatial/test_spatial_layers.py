@@ -102,6 +102,21 @@ REFUSED = """
         "fft of positions": lambda x: torch.fft.fft2(x, norm="ortho").real + x,
         "fft of a divided dim": lambda x: torch.fft.rfft(x, dim=2).abs(),
         "fft of a whole dim": lambda x: torch.fft.fft(x, None, 3).imag * x,
+        "convolution of a spectrum": lambda x: F.conv2d(
+            torch.fft.fft2(x).real, torch.ones(2, 3, 3, 3), padding=1
+        ),
+        "spectral layer": lambda x: torch.fft.irfft2(
+            torch.einsum("bixy,io->boxy", torch.fft.rfft2(x)[:, :, :2, :2], torch.ones(3, 2) + 2j),
+            s=(6, 4),
+        ),
+        "loss of tokens": lambda x: F.cross_entropy(
+            x.flatten(2), (x.sum(1) > 0).long().flatten(1), reduction="none"
+        ),
+        "loss of rows": lambda x: F.cross_entropy(
+            x[:1].movedim(1, 3).reshape(-1, 3), (x[:1].sum(1) > 0).long().reshape(-1)
+        ),
+        "pooled spectrum": lambda x: F.adaptive_avg_pool2d(torch.fft.rfft2(x).imag, 2),
+        "sorted spectrum": lambda x: torch.fft.fft2(x).abs().sort(1)[0].roll(1, 2),
         "inverse of all": lambda x: torch.fft.irfftn(torch.fft.rfftn(x) * 2),
         "fft of sizes": lambda x: torch.fft.rfftn(x, (8, 4)).abs(),
         "attention": lambda x: attend(x, x * 2, x.sin()),
@@ -114,6 +129,7 @@ REFUSED = """
         "matmul of a vector": lambda x: x @ torch.ones(4) + torch.ones(6) @ x @ torch.ones(4, 6),
         "summed product": lambda x: x.transpose(2, 3) @ x,
         "einsum": lambda x: torch.einsum("nchw,nchv->nwv", x, x),
+        "broadcast einsum": lambda x: torch.einsum("nchw,ho->ncwo", x, torch.ones(1, 2)),
         "linear over rows": lambda x: F.linear(x.transpose(2, 3), torch.ones(5, 6), torch.ones(5)),
         "merged rows": lambda x: x.flatten(2).sort(1)[0].view(2, 3, 6, 4).roll(1, 2),
         "squeezed": lambda x: x.mean(1, keepdim=True).squeeze() + x[:, 0].unsqueeze(1).squeeze(1),

@@ -64,7 +64,8 @@ def multi_head_attention(
         weights = weights.mean(1) if average_attn_weights else weights
     else:
         causal = is_causal and mask is None
-        out = F.scaled_dot_product_attention(*projected, mask, p, causal)
+        q, k, v = projected
+        out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     out = out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
     with projecting:
         return F.linear(out, out_proj_weight, out_proj_bias), weights

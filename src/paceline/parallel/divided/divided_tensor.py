@@ -7,6 +7,7 @@ with the parts. For other functions, the subclass gathers the whole tensors, or 
 Autograd sees the parts only: a ``DividedTensor`` itself has no memory.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -57,24 +58,42 @@ class DividedTensor(torch.Tensor):
     """
 
     local: torch.Tensor
+    _shape: torch.Size
     rules: ClassVar[Rules]
     gradient_hint: ClassVar[str]
 
     @classmethod
     def _of_shape(cls, local: torch.Tensor, shape: Iterable[int]) -> Self:
         """Return a tensor of the class; the caller sets how it is divided."""
+        whole = torch.Size(shape)
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls,
-            tuple(shape),
+            whole,
             dtype=local.dtype,
             device=local.device,
             requires_grad=local.requires_grad,
         )
-        made.local = local
+        made.local, made._shape = local, whole
         if local.requires_grad and not torch.is_inference_mode_enabled():
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(cls._refuse_gradient)  # type: ignore[no-untyped-call]
         return made
+
+    # read often, so they do not take the way through ``__torch_function__``
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._shape)
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def size(self, dim: Any = None) -> Any:
+        return self._shape if dim is None else self._shape[dim]
 
     # what a class defines
 
@@ -204,7 +223,8 @@ def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, Mapping):
         found = {name: each_tensor(item, change) for name, item in value.items()}
         is_same = all(found[name] is item for name, item in value.items())
-        return value if is_same else type(value)(found)  # type: ignore[call-arg]
+        kind: Any = dict if isinstance(value, defaultdict) else type(value)
+        return value if is_same else kind(found)
     if isinstance(value, (list, tuple)):
         items = [each_tensor(item, change) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):

@@ -158,8 +158,10 @@ def joined(func: Any, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> An
     is_stack = func is torch.stack
     if kwargs or any(one.dim() != first.dim() for one in tensors):
         return NO_RULE
-    func([torch.empty(one.shape, device="meta") for one in tensors], dim)  # PyTorch's own errors
     dim %= first.dim() + is_stack
+    rests = {(*one.shape[:dim], *one.shape[dim + (not is_stack) :]) for one in tensors}
+    if len(rests) > 1:
+        func([torch.empty(one.shape, device="meta") for one in tensors], dim)  # PyTorch's error
     if not is_stack and any(dim in one.divided_dims for one in divided_tensors(tensors)):
         return NO_RULE
     division = first.division_of(list(tensors), first.shape)

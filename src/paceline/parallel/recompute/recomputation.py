@@ -23,10 +23,9 @@ from torch.utils.checkpoint import (
 
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import names_in, recomputed_blocks
-from .buffers import ReplayedBuffers
 from .host_activations import activations_on_host
 from .plan import Plan
-from .products import is_product, works_in_place
+from .replay import ReplayedBuffers, is_product, works_in_place
 
 WAYS = ("blocks", "selective", "auto")
 

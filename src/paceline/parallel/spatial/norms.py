@@ -29,7 +29,8 @@ def total_or_mean(
     """Sum or mean over any dims."""
     dims = _reduced_dims(dim, values)
     if not any(one in values.parts for one in dims):
-        return untouched(func, values, dims, keepdim, dtype=dtype)
+        parts = _parts_after(values, dims, keepdim)
+        return values.like(func(values.local, dims, keepdim, dtype=dtype), parts)
     if func.__name__ == "mean" and not (values.is_floating_point() or dtype is not None):
         func(torch.empty(0, dtype=values.dtype))  # PyTorch's own error
     local = (values.local if dtype else wide(values.local)).sum(dims, keepdim=keepdim, dtype=dtype)

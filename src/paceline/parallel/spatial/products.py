@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ..divided.divided_tensor import NO_RULE, divided_tensors, named_functions
+from ..divided.divided_tensor import divided_tensors
+from ..divided.products import Labels, register_products
 from .exchange import sum_over
 from .partition import Partition
-from .split_tensor import SplitTensor, rows_at, rule_for, say_gathered
-
-Labels = Sequence[Hashable]
+from .split_tensor import RULES, SplitTensor, rows_at, say_gathered
 
 
 def contract(
@@ -35,6 +34,8 @@ def contract(
     pieces, gathered = [], []
     for operand, own in zip(operands, labels, strict=True):
         parts = {dim: divided[label] for dim, label in enumerate(own) if label in divided}
+        # a dim of extent 1 is broadcast
+        parts = {dim: one for dim, one in parts.items() if operand.size(dim) == one.rows}
         if isinstance(operand, SplitTensor):
             axes = {one.axis for one in parts.values()}
             if any(one.axis not in axes for one in operand.parts.values()):
@@ -71,44 +72,4 @@ def _divided_labels(
     return divided
 
 
-@rule_for(*named_functions("matmul", "bmm", "mm", "__matmul__", "__rmatmul__"), anywhere=True)
-def matmul(func: Any, a: torch.Tensor, b: torch.Tensor | None = None, **options: Any) -> Any:
-    """Compute a product of (batches of) matrices."""
-    if options or b is None:
-        return NO_RULE
-    if func is torch.Tensor.__rmatmul__:
-        a, b = b, a
-    meta = [torch.empty(one.shape, device="meta") for one in (a, b)]
-    dims = torch.matmul(*meta).dim()  # PyTorch's own errors
-    has_rows, has_columns = a.dim() > 1, b.dim() > 1
-    ends = [("m", "k")[not has_rows :], ("k", "n")[: 1 + has_columns]]
-    labels: list[Labels] = []
-    for number, (one, end) in enumerate(zip((a, b), ends, strict=True)):
-        batch = range(-one.dim(), -2)
-        # a dim of extent 1 is broadcast
-        labels.append((*(i if one.size(i) > 1 else ("one", number, i) for i in batch), *end))
-    rest = [name for name, has in (("m", has_rows), ("n", has_columns)) if has]
-    result = (*range(-(dims - len(rest)) - 2, -2), *rest)
-    return contract(torch.matmul, (a, b), labels, result)
-
-
-@rule_for(torch.einsum, anywhere=True)
-def einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Compute an einsum without "..."."""
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or "." in equation:
-        return NO_RULE
-    given, arrow, result = equation.replace(" ", "").partition("->")
-    labels = given.split(",")
-    if any(len(set(own)) != len(own) for own in labels):
-        return NO_RULE
-    torch.einsum(equation, *(torch.empty(one.shape, device="meta") for one in operands))
-    if not arrow:
-        every = given.replace(",", "")
-        result = "".join(sorted(one for one in set(every) if every.count(one) == 1))
-
-    def compute(*pieces: torch.Tensor) -> torch.Tensor:
-        return torch.einsum(f"{given}->{result}", *pieces)
-
-    return contract(compute, operands, labels, result)
+register_products(RULES, contract)

@@ -203,7 +203,7 @@ def adaptive_average(func: Any, values: SplitTensor, output_size: Any) -> Any:
             shape = [*local.shape[:lead], *sizes]
             local = local.new_zeros(shape) + 0 * local.sum()
     for dim, partition in values.parts.items():
-        first, end = partition.part(values.groups.lines[partition.axis].place)
+        first, end = values.groups.rows(partition)
         matrix = _bin_weights(bins[dim - lead], partition.rows, first, end).to(local)
         local = torch.movedim(torch.movedim(local, dim, -1) @ matrix.T, -1, dim)
     return sum_over(local, values.groups.over(values.parts, values.parts))

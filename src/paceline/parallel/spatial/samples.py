@@ -111,7 +111,7 @@ def slices_of(shape: Sequence[int], groups: SpatialGroups) -> tuple[slice, ...]:
         even_parts(shape, groups)  # its error
     found = [slice(None)] * len(shape)
     for dim, partition in parts.items():
-        found[dim - missing] = slice(*partition.part(groups.lines[partition.axis].place))
+        found[dim - missing] = slice(*groups.rows(partition))
     return tuple(found)
 
 
@@ -147,7 +147,7 @@ def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups)
     """Return this rank's part of samples of a shape as a divided tensor."""
     parts, expected = even_parts(shape, groups), list(shape)
     for dim, partition in parts.items():
-        first, end = partition.part(groups.lines[partition.axis].place)
+        first, end = groups.rows(partition)
         expected[dim] = end - first
     if list(tensor.shape) != expected:
         raise ValueError(

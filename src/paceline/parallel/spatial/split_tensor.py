@@ -21,16 +21,17 @@ from ..divided.divided_tensor import (
     divided_tensors,
     function_name,
 )
-from ..divided.elementwise import register_elementwise
+from ..divided.elementwise import pointwise, register_elementwise
 from ..divided.module_names import layer
 from ..divided.views import register_views
 from .exchange import Line, fetch, redivide, rows_of
-from .partition import FROM_END, Partition, reshaped_parts
+from .partition import FROM_END, Partition, Rows, reshaped_parts
 
 RULES = Rules()
 register_views(RULES)
 register_elementwise(RULES)
 rule_for = RULES.add
+rule_for(torch.Tensor.requires_grad_)(pointwise)
 
 
 class RefusedError(ValueError):
@@ -58,6 +59,10 @@ class SpatialGroups:
         if not self.is_compared and what not in self._said:
             self._said.add(what)
             self.say(f"{what} {rest}")
+
+    def rows(self, partition: Partition) -> Rows:
+        """Return the rows of this rank: the first one, and the one after the last."""
+        return partition.part(self.lines[partition.axis].place)
 
     def over(self, parts: Mapping[int, Partition], dims: Iterable[int]) -> Any:
         """Return the group over which the divided ones of some dims lie; None without one."""
@@ -112,7 +117,7 @@ class SplitTensor(DividedTensor):
     ) -> "SplitTensor":
         shape = list(local.shape)
         for dim, partition in parts.items():
-            first, end = partition.part(groups.lines[partition.axis].place)
+            first, end = groups.rows(partition)
             assert shape[dim] == end - first, (shape, dim, partition)
             shape[dim] = partition.rows
         made = cls._of_shape(local, shape)
@@ -123,7 +128,7 @@ class SplitTensor(DividedTensor):
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        where = ", ".join(f"dim {dim}: {one.axis}" for dim, one in self.parts.items())
+        where = ", ".join(f"dim {dim}: {part.axis}" for dim, part in self.parts.items())
         return f"SplitTensor(shape={tuple(self.shape)}, {where}, local={self.local!r})"
 
     def like(self, local: torch.Tensor, parts: Mapping[int, Partition] | None = None) -> Any:
@@ -147,8 +152,8 @@ class SplitTensor(DividedTensor):
     def slices(self) -> tuple[slice, ...]:
         """Which part of the whole tensor this rank holds."""
         found = [slice(None)] * self.local.dim()
-        for dim, one in self.parts.items():
-            found[dim] = slice(*one.part(self.groups.lines[one.axis].place))
+        for dim, partition in self.parts.items():
+            found[dim] = slice(*self.groups.rows(partition))
         return tuple(found)
 
     def moved(self, parts: Mapping[int, Partition]) -> "SplitTensor":
@@ -182,10 +187,10 @@ class SplitTensor(DividedTensor):
         """
         self._check_graph()
         found = self
-        for dim, one in self.parts.items():
-            home = self.dim() - FROM_END[one.axis]
+        for dim, partition in self.parts.items():
+            home = self.dim() - FROM_END[partition.axis]
             is_other = home != dim and home >= 2 and home not in found.parts
-            if is_other and self.size(home) >= one.ranks:
+            if is_other and self.size(home) >= partition.ranks:
                 found = found.redivided(dim, home)
         return found
 
@@ -208,16 +213,14 @@ class SplitTensor(DividedTensor):
             return super().__torch_function__(func, types, args, kwargs)
         except RefusedError:
             kwargs = kwargs or {}
-            free = [one for one in divided_tensors((args, kwargs)) if one.is_free]
+            free = [tensor for tensor in divided_tensors((args, kwargs)) if tensor.is_free]
             if not free or changes_divided(func, args, kwargs):
                 raise
-        moved = {id(one): one.at_home() for one in free}
-        if all(moved[id(one)] is one for one in free):
+        others = {id(tensor): tensor.at_home() for tensor in free}
+        if all(others[id(tensor)] is tensor for tensor in free):
             say_gathered(function_name(func), free)
-            whole = {id(one): one.whole() for one in free}
-            args, kwargs = tree_map(lambda one: whole.get(id(one), one), (args, kwargs))
-        else:
-            args, kwargs = tree_map(lambda one: moved.get(id(one), one), (args, kwargs))
+            others = {id(tensor): tensor.whole() for tensor in free}
+        args, kwargs = tree_map(lambda value: others.get(id(value), value), (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -227,18 +230,18 @@ class SplitTensor(DividedTensor):
         raise tensors[0].refusal(f"{function_name(func)} is not known to be right for")
 
     def placed(self, local: torch.Tensor, dims: Mapping[int, int]) -> Any:
-        return self.like(local, {dims[dim]: one for dim, one in self.parts.items()})
+        return self.like(local, {dims[dim]: part for dim, part in self.parts.items()})
 
     def in_shape(self, shape: tuple[int, ...], is_view: bool) -> Any:
         parts: dict[int, Partition] = {}
         lost, is_free = [], self.is_free
-        for dim, one in self.parts.items():
-            found = reshaped_parts(self.shape, shape, dim, one)
+        for dim, partition in self.parts.items():
+            found = reshaped_parts(self.shape, shape, dim, partition)
             if found is None or found[0] in parts:
                 lost.append(dim)
             else:
                 parts[found[0]] = found[1]
-                is_free |= found[1] != one
+                is_free |= found[1] != partition
         if not parts:
             return NO_RULE
         if lost:
@@ -247,8 +250,8 @@ class SplitTensor(DividedTensor):
             rest.is_free = True
             return rest.reshape(shape)
         wanted = list(shape)
-        for dim, one in parts.items():
-            first, end = one.part(self.groups.lines[one.axis].place)
+        for dim, partition in parts.items():
+            first, end = self.groups.rows(partition)
             wanted[dim] = end - first
         return SplitTensor(self.local.reshape(wanted), parts, self.groups, is_free)
 
@@ -259,9 +262,9 @@ class SplitTensor(DividedTensor):
         if not isinstance(operand, torch.Tensor):
             return operand
         shift = len(shape) - operand.dim()
-        own = {dim - shift: one for dim, one in division.items() if dim >= shift}
-        own = {dim: one for dim, one in own.items() if operand.size(dim) == one.rows}
-        return rows_at(operand, own, self.groups)
+        parts = {dim - shift: part for dim, part in division.items() if dim >= shift}
+        parts = {dim: part for dim, part in parts.items() if operand.size(dim) == part.rows}
+        return rows_at(operand, parts, self.groups)
 
     def divided_like(self, local: torch.Tensor, division: Mapping[int, Partition]) -> Any:
         return self.like(local, division)
@@ -270,16 +273,17 @@ class SplitTensor(DividedTensor):
 def merged_parts(tensors: Iterable[torch.Tensor], shape: torch.Size) -> dict[int, Partition]:
     """Return the partitions of the dims of a broadcast result."""
     found = [
-        (dim + len(shape) - one.dim(), partition)
-        for one in tensors
-        if isinstance(one, SplitTensor)
-        for dim, partition in one.parts.items()
+        (dim + len(shape) - tensor.dim(), partition)
+        for tensor in tensors
+        if isinstance(tensor, SplitTensor)
+        for dim, partition in tensor.parts.items()
     ]
-    found = [(dim, one) for dim, one in found if one.rows == shape[dim]]
+    found = [(dim, partition) for dim, partition in found if partition.rows == shape[dim]]
+    # partitions of positions first
     found.sort(key=lambda pair: pair[0] != len(shape) - FROM_END[pair[1].axis])
     parts: dict[int, Partition] = {}
     for dim, partition in found:  # an axis divides one dim only
-        if partition.axis not in {one.axis for one in parts.values()}:
+        if partition.axis not in {other.axis for other in parts.values()}:
             parts.setdefault(dim, partition)
     return parts
 
@@ -294,19 +298,19 @@ def rows_at(
     if not isinstance(tensor, SplitTensor):
         return part_of(tensor, parts, groups)
     found: Any = tensor
-    for dim, one in tensor.parts.items():
-        if dim in parts and parts[dim].axis == one.axis:
+    for dim, partition in tensor.parts.items():
+        if dim in parts and parts[dim].axis == partition.axis:
             continue
-        new = [at for at, other in parts.items() if other.axis == one.axis]
-        if new and new[0] not in found.parts:
-            found = found.redivided(dim, new[0], parts[new[0]])
+        new = next((d for d, other in parts.items() if other.axis == partition.axis), None)
+        if new is not None and new not in found.parts:
+            found = found.redivided(dim, new, parts[new])
         else:
             found = found.whole([dim])
     if not isinstance(found, SplitTensor):
         return part_of(found, parts, groups)
     kept = {dim: parts[dim] for dim in found.parts}
     local = (found if kept == found.parts else found.moved(kept)).local
-    rest = {dim: one for dim, one in parts.items() if dim not in kept}
+    rest = {dim: partition for dim, partition in parts.items() if dim not in kept}
     return part_of(local, rest, groups)
 
 
@@ -322,7 +326,7 @@ def part_of(
 ) -> torch.Tensor:
     """Return the rows of this rank of a plain tensor."""
     for dim, partition in parts.items():
-        first, end = partition.part(groups.lines[partition.axis].place)
+        first, end = groups.rows(partition)
         tensor = tensor.narrow(dim, first, end - first)
     return tensor
 
@@ -330,7 +334,7 @@ def part_of(
 def say_gathered(name: str, tensors: Iterable[SplitTensor]) -> None:
     """Print once for a layer what it gathers."""
     gathered = list(tensors)
-    size = sum(one.numel() * one.element_size() for one in gathered)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in gathered)
     gathered[0].groups.say_once(
         f"{layer()}: {name}",
         f"reads all positions, so each rank gathers {size_text(size)} in each forward",

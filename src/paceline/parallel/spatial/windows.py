@@ -184,7 +184,7 @@ def local_shape(
     """Return the shape of this rank's part of a result."""
     found = list(shape)
     for dim, one in parts.items():
-        first, end = one.part(values.groups.lines[one.axis].place)
+        first, end = values.groups.rows(one)
         found[dim] = end - first
     return found
 
@@ -290,7 +290,7 @@ def average_pool(
         dim = lead + i
         first, end = (0, shape[dim])
         if dim in parts:
-            first, end = parts[dim].part(values.groups.lines[parts[dim].axis].place)
+            first, end = values.groups.rows(parts[dim])
         rows = values.size(dim)
         counts = [
             _rows_of_window(at * stride[i] - padding[i], kernel[i], rows, padding[i],

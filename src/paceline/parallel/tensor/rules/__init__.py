@@ -3,6 +3,6 @@
 Importing this package registers them.
 """
 
-from . import attention, blocks, layers, losses, memory_order, products
+from . import attention, layers, losses, order, products
 
-RULES_OF = (attention, blocks, layers, losses, memory_order, products)
+RULES_OF = (attention, layers, losses, order, products)

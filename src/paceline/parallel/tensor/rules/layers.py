@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_map
 
 from ...divided.divided_tensor import NO_RULE, named_functions
 from ...divided.views import untouched
 from ..exchange import total
 from ..split_tensor import SplitTensor, piece_at, rule_for
 from ..splits import Split
-from .alignment import wrap
 
 
 @rule_for(*named_functions("sum", "mean"))
@@ -92,7 +92,7 @@ def pool(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
     spatial = int(func.__name__.replace("_with_indices", "")[-2])
     if x.division.dim >= x.dim() - spatial:
         return NO_RULE
-    return wrap(func(x.local, *args, **kwargs), x.division, x.axis)
+    return _divided(x, func(x.local, *args, **kwargs))
 
 
 @rule_for(F.interpolate, F.upsample)
@@ -100,7 +100,7 @@ def interpolate(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
     """Resize channels or samples independently."""
     if x.division.dim > 1:
         return NO_RULE
-    return wrap(func(x.local, *args, **kwargs), x.division, x.axis)
+    return _divided(x, func(x.local, *args, **kwargs))
 
 
 @rule_for(F.pad)
@@ -108,4 +108,9 @@ def pad(func: Any, x: SplitTensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
     """Pad other dims."""
     if not isinstance(pad, (tuple, list)) or x.division.dim >= x.dim() - len(pad) // 2:
         return NO_RULE
-    return wrap(func(x.local, pad, *args, **kwargs), x.division, x.axis)
+    return _divided(x, func(x.local, pad, *args, **kwargs))
+
+
+def _divided(x: SplitTensor, found: Any) -> Any:
+    """Return results that are divided like the input."""
+    return tree_map(lambda one: SplitTensor.of(one, x.division, x.axis), found)

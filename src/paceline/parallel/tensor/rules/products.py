@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ...divided.divided_tensor import NO_RULE, named_functions
-from ..exchange import TensorAxis, total
-from ..split_tensor import SplitTensor, piece_at, rule_for
+from ...divided.divided_tensor import NO_RULE
+from ...divided.products import Labels, register_products
+from ..exchange import TensorAxis, total, total_piece
+from ..split_tensor import RULES, SplitTensor, piece_at, rule_for
 from ..splits import Split
-from .alignment import summed
-
-Labels = Sequence[Hashable]
 
 
 def contract(
+    compute: Callable[..., torch.Tensor],
     operands: Sequence[torch.Tensor],
     labels: Sequence[Labels],
     result: Labels,
-    compute: Callable[..., torch.Tensor],
     fixed: Sequence[Hashable] = (),
     add: Callable[[torch.Tensor, TensorAxis], torch.Tensor] = total,
 ) -> Any:
@@ -105,17 +103,17 @@ def _with_bias(
 ) -> Any:
     """Compute a product and add the bias: once, where ranks have parts of the sum."""
     if bias is None:
-        return contract(operands, labels, result, compute, _FIXED, add)
+        return contract(compute, operands, labels, result, _FIXED, add)
     chosen = _chosen(operands, labels, _FIXED)
     if chosen is not None and chosen[0] not in result:
-        found = contract(operands, labels, result, compute, _FIXED, add)
+        found = contract(compute, operands, labels, result, _FIXED, add)
         if found is NO_RULE:
             return NO_RULE
         whole = bias.whole() if isinstance(bias, SplitTensor) else bias
         shape = [1] * found.dim()
         shape[dim] = -1
         return found + whole.view(shape)
-    return contract((*operands, bias), [*labels, (out,)], result, compute, _FIXED)
+    return contract(compute, (*operands, bias), [*labels, (out,)], result, _FIXED)
 
 
 _FEATURES = ("in", "out")
@@ -173,40 +171,7 @@ def _grouped(compute: Any, x: Any, weight: Any, bias: Any, given: dict[str, Any]
     return SplitTensor.of(compute(*pieces), Split(1), axis)
 
 
-@rule_for(*named_functions("matmul", "bmm", "mm", "__matmul__", "__rmatmul__"), anywhere=True)
-def matmul(func: Any, a: torch.Tensor, b: torch.Tensor | None = None, **kwargs: Any) -> Any:
-    """Compute a product of (batches of) matrices."""
-    if kwargs or b is None:
-        return NO_RULE
-    if func is torch.Tensor.__rmatmul__:
-        a, b = b, a
-    if min(a.dim(), b.dim()) < 2:
-        return NO_RULE
-    dims = max(a.dim(), b.dim())
-
-    def labels(tensor: torch.Tensor, last: tuple[str, str]) -> Labels:
-        own = [i - tensor.dim() for i in range(tensor.dim() - 2)]
-        # a dim of extent 1 is broadcast
-        return (*((i if tensor.shape[i] > 1 else ("one", i, last)) for i in own), *last)
-
-    result = (*(i - dims for i in range(dims - 2)), "m", "n")
-    return contract((a, b), [labels(a, ("m", "k")), labels(b, ("k", "n"))], result, torch.matmul)
-
-
-@rule_for(torch.einsum, anywhere=True)
-def einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Compute an einsum with an explicit result."""
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return NO_RULE
-    inputs, result = equation.replace(" ", "").split("->")
-    labels = inputs.split(",")
-    if any(len(set(own)) != len(own) for own in labels):
-        return NO_RULE
-
-    def compute(*pieces: torch.Tensor) -> torch.Tensor:
-        return torch.einsum(equation, *pieces)
-
-    return contract(operands, labels, result, compute)
+register_products(RULES, contract)
 
 
 @rule_for(F.embedding, anywhere=True)
@@ -246,3 +211,14 @@ def embedding(
         own_padding = padding - rank * rows
     found = F.embedding(here.where(is_own, 0), weight.local, own_padding, sparse=sparse)
     return summed(found.where(is_own.unsqueeze(-1), 0), weight.axis)
+
+
+def summed(parts: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return the sum of the ranks' tensors [batch, tokens, features].
+
+    With a division of tokens (``TensorAxis.token_dim``), each rank gets the sum for its tokens.
+    """
+    dim = axis.token_dim
+    if dim is None or parts.dim() != 3 or not Split(dim).divides(parts.shape[dim], axis.size):
+        return total(parts, axis)
+    return SplitTensor.of(total_piece(parts, Split(dim), axis), Split(dim), axis)
