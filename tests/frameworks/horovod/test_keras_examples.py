@@ -174,7 +174,7 @@ def test_bottlenecks_of_the_bands_are_found_and_cured(tmp_path, backend):
     found = []
     for number, cure in enumerate([(), ("--workers", "8", "--test", "all")]):
         launcher = f"paceline --record record-{number} --json={number}.json"
-        words = [*SMALL, *cure]
+        words = [*(f"--{name}={value}" for name, value in SMALL.items()), *cure]
         variables = {"KERAS_BACKEND": backend, **QUIET}
         ranks.run(tmp_path / "bands.py", *words, launcher=launcher, timeout=300, **variables)
         found.append(json.loads((tmp_path / f"{number}.json").read_text()))
