@@ -198,6 +198,44 @@ def _by_cause(figures):
     return sums
 
 
+RUNS_ON = """
+import os
+import horovod.keras as hvd
+import keras
+import numpy as np
+
+hvd.init()
+x = np.ones((64, 4), "float32")
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+while float(hvd.allreduce(float(os.path.exists("end")))) == 0:
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_top_shows_a_running_job(tmp_path, backend):
+    script, record = ranks.write(tmp_path, RUNS_ON), tmp_path / "record"
+    variables = ranks.environment(KERAS_BACKEND=backend, **QUIET)
+    command = ranks.command(script, launcher=f"paceline --record {record}")
+    job = ranks.start(command, cwd=tmp_path, env=variables)
+    shown = {"step": 0}
+
+    def has_steps():
+        words = [ranks.PACELINE, "top", "--once", "--json", record]
+        done = ranks.run_command(words, tmp_path, ranks.environment(), 60)
+        shown.update(json.loads(done.stdout) if done.returncode == 0 else {})
+        return shown["step"] > 20
+
+    try:
+        ranks.wait_until(has_steps, 120)
+        assert len(shown["ranks"]) == 2
+        (tmp_path / "end").touch()
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+
+
 @pytest.mark.parametrize("backend", ["torch", "tensorflow"])
 def test_example_trains_on_two_hosts(hosts, backend):
     folder = hosts.new_folder()

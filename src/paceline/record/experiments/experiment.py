@@ -549,7 +549,8 @@ class Experiment(ProtectedRun):
         length = int((time.perf_counter() - start) * 1e9)
         busy, waited = busy_threads(threads, thread_times(["self", *child_pids()]), length)
         totals |= {"waited_s": waited / 1e9, "busy_threads": busy}
-        self._results["loader"] = totals | {"workers": len(child_pids())}
+        keras = int(self._cached_batches.serves_keras)
+        self._results["loader"] = totals | {"workers": len(child_pids()), "keras": keras}
         self._finish()
 
     def _loader_usage(self) -> dict[str, float]:
