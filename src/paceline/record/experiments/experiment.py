@@ -145,6 +145,7 @@ class CachedBatches:
         run_loader_only: Callable[..., None],
     ) -> None:
         self.replayed = 0  # batches that came from memory
+        self.serves_keras = False  # Keras makes the loaders
         self.convert: Callable[[Any], Any] | None = None  # applied to each leaf of such a batch
         self._observer, self._run_loader_only = observer, run_loader_only
         self._is_caching, self._is_replaying = is_caching, is_replaying
@@ -225,7 +226,7 @@ class CachedBatches:
         """Note the data that Keras iterates over."""
         if "x" in kwargs:
             setattr(epoch, _SOURCE, kwargs["x"])
-        self._epoch_batches = lambda: epoch.num_batches
+        self._epoch_batches, self.serves_keras = lambda: epoch.num_batches, True
 
     def next_of_model(self, model: Any, iterator: Any) -> Any:
         """Return the next batch for a training step of a Keras model with TensorFlow."""
