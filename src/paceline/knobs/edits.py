@@ -13,8 +13,9 @@ EDITS: dict[str, Knob] = {
     "read-ahead": Knob(
         "the next batches are made while the training computes",
         _INPUT,
-        "read with torch.utils.data.DataLoader(dataset, num_workers=2) or paceline.data.Loader",
-        looks_for=r"^\s*for .*(load|data|batch|read)",
+        "read with torch.utils.data.DataLoader(dataset, num_workers=2) or paceline.data.Loader; "
+        "with Keras, from a keras.utils.PyDataset with workers=8, or a tf.data.Dataset",
+        looks_for=r"^\s*for .*(load|data|batch|read)|PyDataset|\.fit\(",
         costs="memory for the batches of the workers",
         effort=2,
     ),

@@ -182,7 +182,7 @@ def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
     number of cores per rank, and u the number of cores that training keeps busy.
     """
     bar = e.waterfall.of_step("input")
-    if bar is None or e.loader is None or not e.loader["seconds"]:
+    if bar is None or e.loader is None or not e.loader["seconds"] or e.loader.get("keras"):
         return None
     has = e.loader["workers"] / e.loader["ranks"]
     own = 1 - bar.mean
@@ -393,9 +393,11 @@ def up_to_share(source: str) -> PredictSaving:
 def read_ahead(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving if batches are made during the training, without a loader to set.
 
+    Keras makes loaders itself: their workers are set in the script.
+
     A step then takes the longer of both, and HANDOVER_SHARE.
     """
-    if e.loader is not None:
+    if e.loader is not None and not e.loader.get("keras"):
         return None
     low, high = cause.interval
     mean, least, most = (min(x, 1 - x) - HANDOVER_SHARE for x in (cause.share, low, high))

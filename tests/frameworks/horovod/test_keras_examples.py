@@ -88,6 +88,141 @@ def test_steps_input_waits_validation_and_saves_are_recorded(tmp_path, backend):
             assert states[name] > 0, name
 
 
+LOOP = """
+import sys
+import tensorflow as tf
+import keras
+
+kind = sys.argv[1]
+strategy = tf.distribute.MultiWorkerMirroredStrategy() if kind == "mirrored" else None
+import horovod.tensorflow as hvd
+
+hvd.init()
+x = tf.random.stateless_uniform((96, 20), (1, hvd.rank()))
+data = tf.data.Dataset.from_tensor_slices((x, tf.reduce_sum(x, 1, keepdims=True))).batch(8)
+if strategy is not None:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    data = strategy.experimental_distribute_dataset(data.with_options(options))
+with strategy.scope() if strategy is not None else tf.device(None):
+    model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(50)])
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+
+
+def step(inputs, targets):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(inputs, training=True) - targets) ** 2)
+    if kind != "mirrored":
+        tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return loss
+
+
+@tf.function
+def other(inputs):
+    return tf.reduce_mean(model(inputs) ** 2)
+
+
+if kind == "graph":
+    step = tf.function(step)
+elif kind == "mirrored":
+    replicated, step = step, tf.function(lambda *batch: strategy.run(replicated, batch))
+for epoch in range(2):
+    for batch in data:
+        step(*batch)
+    other(x)  # a function that does not train
+"""
+
+
+@pytest.mark.parametrize("kind", ["graph", "eager", "mirrored"])
+def test_steps_of_own_loops_are_recorded(tmp_path, kind):
+    script = ranks.write(tmp_path, LOOP)
+    launcher = f"paceline --record {tmp_path / 'record'} --json=figures.json"
+    ranks.run(script, kind, launcher=launcher, timeout=300, **QUIET)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    # the strategy divides each batch by the number of ranks
+    assert figures["steps"] == 2 * 12 * (2 if kind == "mirrored" else 1)
+    assert figures["unmatched"] == 0
+    if kind != "mirrored":  # batches of a strategy are no tensors
+        assert figures["samples"] == 2 * 8 * (24 - 1)
+        assert min(states["input"] for states in figures["states"]) > 0
+    assert min(states["useful"] for states in figures["states"]) > 0
+
+
+SMALL = {"size": 16, "batch": 8, "steps": 8, "tests": 8, "epochs": 3, "read-ms": 20}
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_bottlenecks_of_the_bands_are_found_and_cured(tmp_path, backend):
+    """Their time is mostly sleep, which other load does not lengthen."""
+    shutil.copy(EXAMPLES / "bands.py", tmp_path)
+    found = []
+    for number, cure in enumerate([(), ("--workers", "8", "--test", "all")]):
+        launcher = f"paceline --record record-{number} --json={number}.json"
+        words = [*(f"--{name}={value}" for name, value in SMALL.items()), *cure]
+        variables = {"KERAS_BACKEND": backend, **QUIET}
+        ranks.run(tmp_path / "bands.py", *words, launcher=launcher, timeout=300, **variables)
+        found.append(json.loads((tmp_path / f"{number}.json").read_text()))
+    before, after = (_by_cause(one) for one in found)
+    assert set(sorted(before, key=before.get)[-2:]) == {"input", "validation"}, before
+    for cause in ("input", "validation"):
+        assert after[cause] < before[cause], cause
+    rates = [one["samples"] / one["window_s"] for one in found]
+    assert rates[1] > 1.3 * rates[0]
+
+
+def _by_cause(figures):
+    """Return the seconds that a rank loses by what takes them, without those of other programs."""
+    sums = {"input": 0.0, "validation": 0.0}
+    for loss in figures["losses"]:
+        cause = (
+            loss["doing"] if loss["kind"] == "wait" and loss["rank"] is not None else loss["kind"]
+        )
+        if cause not in ("starved", "useful"):
+            sums[cause] = sums.get(cause, 0.0) + loss["share"] * figures["window_s"]
+    return sums
+
+
+RUNS_ON = """
+import os
+import horovod.keras as hvd
+import keras
+import numpy as np
+
+hvd.init()
+x = np.ones((64, 4), "float32")
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+while float(hvd.allreduce(float(os.path.exists("end")))) == 0:
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_top_shows_a_running_job(tmp_path, backend):
+    script, record = ranks.write(tmp_path, RUNS_ON), tmp_path / "record"
+    variables = ranks.environment(KERAS_BACKEND=backend, **QUIET)
+    command = ranks.command(script, launcher=f"paceline --record {record}")
+    job = ranks.start(command, cwd=tmp_path, env=variables)
+    shown = {"step": 0}
+
+    def has_steps():
+        words = [ranks.PACELINE, "top", "--once", "--json", record]
+        done = ranks.run_command(words, tmp_path, ranks.environment(), 60)
+        shown.update(json.loads(done.stdout) if done.returncode == 0 else {})
+        return shown["step"] > 20
+
+    try:
+        ranks.wait_until(has_steps, 120)
+        assert len(shown["ranks"]) == 2
+        (tmp_path / "end").touch()
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+
+
 @pytest.mark.parametrize("backend", ["torch", "tensorflow"])
 def test_example_trains_on_two_hosts(hosts, backend):
     folder = hosts.new_folder()

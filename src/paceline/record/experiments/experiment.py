@@ -159,6 +159,7 @@ class CachedBatches:
         run_loader_only: Callable[..., None],
     ) -> None:
         self.replayed = 0  # batches that came from memory
+        self.serves_keras = False  # Keras makes the loaders
         self.convert: Callable[[Any], Any] | None = None  # applied to each leaf of such a batch
         self._observer, self._run_loader_only = observer, run_loader_only
         self._is_caching, self._is_replaying = is_caching, is_replaying
@@ -239,7 +240,7 @@ class CachedBatches:
         """Note the data that Keras iterates over."""
         if "x" in kwargs:
             setattr(epoch, _SOURCE, kwargs["x"])
-        self._epoch_batches = lambda: epoch.num_batches
+        self._epoch_batches, self.serves_keras = lambda: epoch.num_batches, True
 
     def next_of_model(self, model: Any, iterator: Any) -> Any:
         """Return the next batch for a training step of a Keras model with TensorFlow."""
@@ -563,7 +564,8 @@ class Experiment(ProtectedRun):
         length = int((time.perf_counter() - start) * 1e9)
         busy, waited = busy_threads(threads, thread_times(["self", *child_pids()]), length)
         totals |= {"waited_s": waited / 1e9, "busy_threads": busy}
-        self._results["loader"] = totals | {"workers": len(child_pids())}
+        keras = int(self._cached_batches.serves_keras)
+        self._results["loader"] = totals | {"workers": len(child_pids()), "keras": keras}
         self._finish()
 
     def _loader_usage(self) -> dict[str, float]:

@@ -1,9 +1,13 @@
-"""Record scripts that train with ``keras.Model.fit``, with the TensorFlow or the PyTorch backend.
+"""Record scripts that train with ``keras.Model.fit``, with the TensorFlow or the PyTorch backend,
+and TensorFlow's own training loops.
 
 With PyTorch, forward, backward, optimizer step and batches are those of torch; Keras' models and
 optimizers are no modules and optimizers that torch calls, so they are patched here. TensorFlow
 computes a step as a whole: it is recorded as one backward, with the waits for collectives inside.
 Its batches are fetched by a call of their own, and given to the same compiled step.
+
+In a loop without ``fit``, a call of a ``tf.function`` is a step if an optimizer of Keras was
+applied while TensorFlow traced it. An optimizer that is applied outside of functions ends a step.
 """
 
 import functools
@@ -21,7 +25,10 @@ from .training_loop import LoopRecorder
 TENSORFLOW_TRAINER = "keras.src.backend.tensorflow.trainer"
 TORCH_TRAINER = "keras.src.backend.torch.trainer"
 MODEL = "keras.src.models.model"
+FUNCTIONS = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+ITERATORS = "tensorflow.python.data.ops.iterator_ops"
 _HOOK = "Keras' training step"
+_OPTIMIZER = "_paceline_optimizer"  # attribute of a tf.function: the optimizer that it applies
 
 
 def next_batch(model: Any, iterator: Any) -> Any:
@@ -48,6 +55,11 @@ def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
 
     trainer.make_train_function = make_train_function
     _patch_evaluation(loop, trainer)
+    _OwnLoops(loop, tf, _base_optimizer(module))
+
+
+def _base_optimizer(module: Any) -> Any:
+    return module.optimizers_module.base_optimizer.BaseOptimizer
 
 
 class _Iterators:
@@ -89,6 +101,64 @@ class _Iterators:
             self._epochs.clear()
 
 
+class _OwnLoops:
+    """The steps of TensorFlow's training loops that do not call ``fit``."""
+
+    def __init__(self, loop: LoopRecorder, tf: Any, optimizer: Any) -> None:
+        self._loop, self._tf = loop, tf
+        self._traced: Any = None  # the outermost function, while it is called for the first time
+        iterator = sys.modules[ITERATORS].OwnedIterator
+        function: Any = sys.modules[FUNCTIONS].Function
+        iterator.__next__ = self._fetched(iterator.__next__)
+        function.__call__ = self._called(function.__call__)
+        optimizer.apply = self._applied(optimizer.apply)
+
+    def _is_recorded(self) -> bool:
+        return not (self._loop.busy or self._loop.ignores_thread() or _HOOK in failed_hooks)
+
+    def _fetched(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(original)
+        def fetched(iterator: Any) -> Any:
+            if not self._is_recorded() or not self._tf.executing_eagerly():
+                return original(iterator)
+            return self._loop.fetch(iterator, original, functools.partial(_samples_in, self._tf))
+
+        return fetched
+
+    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._traced is not None or not self._is_recorded():
+                return original(function, *args, **kwargs)
+            optimizer = function.__dict__.get(_OPTIMIZER)
+            if optimizer is not None:
+                call = functools.partial(original, function, *args, **kwargs)
+                return self._loop.whole_step(optimizer, call)
+            self._traced = function
+            try:
+                return original(function, *args, **kwargs)
+            finally:
+                self._traced = None
+                if (optimizer := function.__dict__.get(_OPTIMIZER)) is not None:
+                    self._loop.whole_step(optimizer, lambda: None)  # it was the first one
+
+        return called
+
+    def _applied(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def applied(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._tf.executing_eagerly():
+                if self._traced is not None:  # perhaps in a thread of a tf.distribute strategy
+                    self._traced.__dict__.setdefault(_OPTIMIZER, optimizer)
+                return original(optimizer, *args, **kwargs)
+            call = functools.partial(original, optimizer, *args, **kwargs)
+            if self._traced is not None or not self._is_recorded():
+                return call()
+            return self._loop.whole_step(optimizer, call)
+
+        return applied
+
+
 def _recorded_step(
     loop: LoopRecorder, tf: Any, model: Any, step: Callable[[Any], Any], iterators: _Iterators
 ) -> Callable[[Any], Any]:
@@ -118,7 +188,7 @@ def _samples_in(tf: Any, batch: Any) -> int:
 def patch_torch_trainer(loop: LoopRecorder, module: Any) -> None:
     """Record the forward passes, optimizer steps and evaluations of Keras with PyTorch."""
     _patch_evaluation(loop, module.TorchTrainer)
-    optimizer = module.optimizers_module.base_optimizer.BaseOptimizer
+    optimizer = _base_optimizer(module)
     apply = optimizer.apply
 
     @functools.wraps(apply)

@@ -127,6 +127,7 @@ class LoaderOnly(TypedDict):
     workers: NonNegativeInt
     waited_s: NotRequired[NonNegativeFloat]
     busy_threads: NotRequired[NonNegativeInt]
+    keras: NotRequired[NonNegativeInt]  # 1: Keras has made the loader
 
 
 class OtherThread(TypedDict, total=False):
