@@ -4,17 +4,23 @@ from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
-from ...analyze.sharding.block_exchange import LAYER_KINDS
 from ..core_waits import core_wait_sentence
+from ..exchange_tables import (
+    MAX_LISTED_ON_PAGE,
+    axes_table,
+    blocks_table,
+    exposed_blocks,
+    halos_table,
+    layers_table,
+)
 from ..memory import memory_warnings, peak_sentence
 from ..noise_scale import noise_scale_sentence
 from ..numbers import counted
 from ..pipelines import pipeline_sentences
 from ..sentences import cause, outliers, troubles
-from ..sharded_blocks import LAYER_HEADINGS, block_cells, by_exposed_time, exposed_blocks
 from ..state_names import shown_states, state_name
 from ..terminal import step_work
-from ..terminal.run_report import AXIS_HEADINGS, EFFICIENCY_TREE, axis_cells, has_efficiency
+from ..terminal.run_report import EFFICIENCY_TREE, has_efficiency
 from ..verdict.of_run import verdict_of_run
 from . import captions
 from .roofline import chart
@@ -23,7 +29,6 @@ from .wording import achieved, largest_losses
 from .write_page import page
 
 SHOWN_GROUPS = 40
-SHOWN_BLOCKS = 40
 # Names of definitions of efficiencies that have the same name as a state.
 _KEYS = {
     "transfer": "transfer efficiency",
@@ -111,18 +116,12 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         if count
         else {},
         "charts_of": dict.fromkeys(("waiting", "pairs", "moments", "schedule")) | charts,
-        "axis_headings": AXIS_HEADINGS,
-        "axis_rows": [(axis.name, *axis_cells(axis)) for axis in report.axes],
+        "axes": axes_table(report),
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
-        "block_rows": [
-            block_cells(block) for block in by_exposed_time(report.blocks)[:SHOWN_BLOCKS]
-        ],
-        "layer_headings": LAYER_HEADINGS,
-        "layer_rows": [
-            block_cells(one, LAYER_KINDS) for one in by_exposed_time(report.layers)[:SHOWN_BLOCKS]
-        ],
-        "hidden_blocks": max(len(report.blocks) - SHOWN_BLOCKS, 0),
+        "blocks": blocks_table(report, MAX_LISTED_ON_PAGE),
+        "layers": layers_table(report, MAX_LISTED_ON_PAGE),
+        "halos": halos_table(report, MAX_LISTED_ON_PAGE),
         "exposed_blocks": exposed_blocks(report),
         "pipeline": pipeline_sentences(report),
         "outliers": [*troubles(report), *outliers(report)],
