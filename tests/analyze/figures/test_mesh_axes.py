@@ -102,7 +102,10 @@ def test_the_table_of_axes_on_the_page(tmp_path):
     assert [name for name, _ in rows] == ["data", "tensor", "all ranks"]
     cells = re.findall(r">([^<]+)</td>", rows[1][1])
     assert cells[:4] == ["2", "2", "2.5 %", "15.0 %"]
-    assert "<th scope=row>mlp.2</th>" in page.partition('<table id="layers">')[2].partition("</table>")[0]
+    assert (
+        "<th scope=row>mlp.2</th>"
+        in page.partition('<table id="layers">')[2].partition("</table>")[0]
+    )
 
 
 def test_without_other_axes_than_data_there_is_no_table(tmp_path):

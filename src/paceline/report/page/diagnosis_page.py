@@ -12,11 +12,11 @@ from typing import Any
 from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
+from .. import remedies as cures
 from ..numbers import amount, counted, joined, percent
 from ..state_names import STATE_NAMES
 from ..survey import describe_survey
 from ..terminal.diagnose import NAMES, Diagnosis, computing, rate_unit, waits_for_cores
-from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
 from ..verdict.of_diagnosis import verdict_of_diagnosis, without_values
 from .definitions import DEFINITIONS
 from .step_profile import legend, line_rows, operator_context
@@ -130,22 +130,21 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
     proposed = found.remedies if found.after is None else found.after.remedies
     decided = found.tried.decided if found.tried and found.after is None else set()
     left = [(at, one) for at, one in enumerate(proposed) if one.knob not in decided]
+    left_path = "after.remedies" if found.after is not None else "remedies"
+    tried, proposed_now = found.tried, list(enumerate(found.remedies))
+    confirmed = tried.confirmed if tried else None
     return {
-        "remedies": list(enumerate(found.remedies)),
-        "tried": found.tried,
-        "losses": loss_changes(found.tried) if found.tried else [],
-        "confirmed": describe_confirmed(found.tried.confirmed)
-        if found.tried and found.tried.confirmed
-        else "",
+        "tried": tried,
+        "tried_table": cures.tried_table(tried) if tried else None,
+        "nothing_tried": cures.NOTHING_TRIED,
+        "losses": cures.loss_changes(tried) if tried else [],
+        "confirmed": cures.describe_confirmed(confirmed) if confirmed else "",
         "after": found.after if after is not None else None,
         "after_caption": _caption(after) if after else "",
         "after_label": _label(after, unit) if after else "",
-        "left": left,
-        "left_path": "after.remedies" if found.after is not None else "remedies",
-        "off": found.off,
-        "set_to": set_to,
-        "how": how_to_apply,
-        "rise": lambda share: f"{100 * share:+.1f} %",
+        "proposed": cures.proposed_table(proposed_now, "remedies") if found.remedies else None,
+        "left": cures.proposed_table(left, left_path) if left else None,
+        "prediction_errors": cures.prediction_errors(found.remedies, found.off),
     }
 
 
