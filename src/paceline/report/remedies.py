@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from ..analyze.diagnosis.ladder import Interval, Waterfall
@@ -81,8 +81,8 @@ def proposed_table(remedies: Sequence[tuple[int, Remedy]], path: str) -> doc.Tab
     for number, one in remedies:
         sets = f"--try {one.knob}, or " if one.settable else ""
         at = f"{path}.{number}"
-        code = [doc.Part(" "), doc.Part(one.code, doc.CODE)] if one.code else []
-        how = [f"{sets}{how_to_apply(one)}", *(replace(part, where=doc.PAGE) for part in code)]
+        code = [doc.Part(" ", where=doc.PAGE), doc.Part(one.code, doc.CODE, where=doc.PAGE)]
+        how: doc.Text = [f"{sets}{how_to_apply(one)}", *code * bool(one.code)]
         source = doc.Part(one.source, figure=f"{at}.source")
         rows.append(doc.Row([f"  {set_to(one)}", _gain(one.gain, f"{at}.gain"), source, how]))
     columns = [

@@ -17,8 +17,8 @@ from ...analyze.scaling.critical.judgement import (
 )
 from ...security.text import printable
 from .. import document as doc
-from ..noise_scale import noise_scale_text
 from ..numbers import amount, counted
+from ..sentences import noise_scale_text
 
 FORMAT, VERSION = "paceline-critical-batch-result", 1
 POINTS = 64  # of a line; each is the mean of an equal part of the samples

@@ -24,14 +24,13 @@ from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from .. import remedies as cures
-from ..core_waits import core_wait_sentence
 from ..numbers import amount, counted, elapsed, percent
+from ..sentences import core_wait_sentence
 from ..survey import describe_survey
 from ..verdict.of_diagnosis import verdict_of_diagnosis
-from ..verdict.table import verdict_table
 from .diagnosis import operators
 from .diagnosis.lines import lines_as_json, render_lines
-from .draw import draw_table
+from .draw import draw_table, verdict_table
 from .run_report import panel
 from .step_work import reaches
 

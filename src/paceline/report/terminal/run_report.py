@@ -14,20 +14,24 @@ from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
-from ..core_waits import core_wait_sentence
 from ..document import GOOD_EFFICIENCY
 from ..document import Table as DocumentTable
 from ..exchange_tables import axes_table, blocks_table, exposed_blocks, halos_table, layers_table
-from ..memory import memory_warnings, peak_sentence
-from ..noise_scale import noise_scale_sentence
 from ..numbers import amount, counted, duration, percent, size
-from ..pipelines import pipeline_sentences
-from ..sentences import outliers, sentence, troubles
+from ..sentences import (
+    core_wait_sentence,
+    memory_warnings,
+    noise_scale_sentence,
+    outliers,
+    peak_sentence,
+    pipeline_sentences,
+    sentence,
+    troubles,
+)
 from ..state_names import shown_states, state_name
 from ..verdict.of_run import verdict_of_run
-from ..verdict.table import verdict_table
 from . import step_work
-from .draw import draw_table
+from .draw import draw_table, verdict_table
 from .roofline import draw_roofline
 
 BAR_COLUMNS = 12
