@@ -24,7 +24,7 @@ from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from .. import remedies as cures
-from ..numbers import amount, counted, elapsed, percent
+from ..numbers import amount, counted, elapsed, finite, percent
 from ..sentences import core_wait_sentence
 from ..survey import describe_survey
 from ..verdict.of_diagnosis import verdict_of_diagnosis
@@ -378,30 +378,21 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "steps": ladder.steps,
         "seconds": ladder.seconds,
         "ended": ladder.ended,
-        "survey": _finite(asdict(ladder.survey)) if ladder.survey else None,
+        "survey": finite(asdict(ladder.survey)) if ladder.survey else None,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
         "savings": ladder.savings,
         "loader": ladder.loader,
         "facts": ladder.facts,
-        "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
-        "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
-        "causes": [_finite(asdict(cause)) for cause in found.causes],
-        "usual": [_finite(asdict(cause)) for cause in found.usual],
-        "unconfirmed": [_finite(asdict(cause)) for cause in found.unconfirmed],
+        "waterfall": finite(asdict(found.waterfall)) if found.waterfall else None,
+        "witnesses": [finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
+        "causes": [finite(asdict(cause)) for cause in found.causes],
+        "usual": [finite(asdict(cause)) for cause in found.usual],
+        "unconfirmed": [finite(asdict(cause)) for cause in found.unconfirmed],
         "lines": lines_as_json(found.lines),
         "notes": found.notes,
-        "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
-        "operators": _finite(operators.as_json(found.operators)),
-        **_finite(cures.as_json(found)),
+        "roofline": finite(asdict(found.roofline)) if found.roofline else None,
+        "operators": finite(operators.as_json(found.operators)),
+        **finite(cures.as_json(found)),
         "after": as_json(found.after) if found.after else None,
         "report": asdict(found.report),
     }
-
-
-def _finite(value: Any) -> Any:
-    """Replace floats that are not finite by None, because JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

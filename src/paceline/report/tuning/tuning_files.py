@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cost.machine.write_toml import dumps
-from ..numbers import counted
+from ..numbers import counted, finite
 from .tuning_view import TrialRow, TuningView
 
 FORMAT, VERSION = "paceline-tune", 1
@@ -58,7 +58,7 @@ def json_text(view: TuningView) -> str:
         "trials": [_trial(row) for row in view.rows],
         "notes": list(view.notes),
     }
-    return json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite(tree), indent=1, allow_nan=False) + "\n"
 
 
 def best_text(view: TuningView) -> str:
@@ -117,14 +117,6 @@ def _trial(row: TrialRow) -> dict[str, Any]:
         "noise_scale": list(row.noise) or None,
         "started": row.started,
     }
-
-
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def check_folder(folder: Path) -> None:
