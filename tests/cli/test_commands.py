@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from paceline import cli
 from paceline.cli import app
 from paceline.cli.common.command import STDOUT, with_options
-from paceline.cli.common.diagnosis_outputs import DiagnosisOutputs
 from paceline.cli.common.options import HostAndEnvOptions, RankOptions
+from paceline.cli.diagnose import DiagnosisOutputs
 from paceline.cli.run import RunCommand
 
 GROUP = typer.main.get_command(app)

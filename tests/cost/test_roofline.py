@@ -7,7 +7,7 @@ import pytest
 from machines import Maker
 
 from paceline.cost.roofline import Roof, attainable, place, ridge, roofs
-from paceline.report.page.roofline import chart
+from paceline.report.page.run_page import roofline_chart
 from paceline.report.terminal.roofline import draw_roofline
 
 A100 = {"float64": Roof(9.7e12, 1.555e12), "bfloat16": Roof(312e12, 1.555e12)}
@@ -98,9 +98,9 @@ def test_drawing_edge_cases():
 
 def test_plotly_accepts_roofline_chart():
     free = place(1e12, 0, 1, peak=312e12, bandwidth=1.555e12)
-    made = chart(A100, {"free": free})
+    made = roofline_chart(A100, {"free": free})
     drawn = plotly.graph_objects.Figure(json.loads(json.dumps(made, allow_nan=False)))
     assert [trace.name for trace in drawn.data] == ["float64", "bfloat16", "measured"]
     assert drawn.data[1].y[-2:] == (312e12, 312e12)
     assert drawn.data[2].x[0] == drawn.data[0].x[-1]
-    assert chart({}, {}) == {}
+    assert roofline_chart({}, {}) == {}

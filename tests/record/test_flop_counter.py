@@ -7,6 +7,7 @@ import pytest
 import ranks
 import torch
 from records import made
+from records import report_text as told
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,6 @@ from paceline.cost.machine.machine_file import (
     save,
 )
 from paceline.record.hooks.flop_counter import FlopCounter, uses_tf32
-from paceline.report.report_command import report_text as told
 
 TRAIN = """
     import torch, torch.distributed as dist

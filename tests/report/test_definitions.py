@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pages import watched
-from records import made
+from records import made, report_text
 
 import paceline
 from paceline.analyze.figures.losses import collective_name
@@ -20,7 +20,6 @@ from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
 from paceline.report.page.diagnosis_page import VERDICTS
 from paceline.report.page.run_page import tree
 from paceline.report.page.write_page import ASSETS
-from paceline.report.report_command import report_text
 from paceline.report.terminal.diagnose import NAMES as CAUSES
 
 DOCS = Path(paceline.__file__).parents[2] / "docs"

@@ -15,6 +15,7 @@ import pytest
 import ranks
 from pages import CONTRAST, HOSTILE, agree, before_and_after, drawn, watched
 from records import Rank, made
+from records import report_text as told
 
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import load_run
@@ -29,7 +30,6 @@ from paceline.cost.machine.machine_file import (
 from paceline.record.ring.states import State
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.wording import largest_losses
-from paceline.report.report_command import report_text as told
 from paceline.report.state_names import STATE_NAMES
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from records import Rank, made, report_of
+from records import Rank, made, report_of, report_text
 
 import paceline
 from paceline.analyze.figures.losses import Loss
@@ -15,7 +15,6 @@ from paceline.record.ring.states import State
 from paceline.report.numbers import figure
 from paceline.report.page.run_page import LONGER
 from paceline.report.page.wording import achieved
-from paceline.report.report_command import report_text
 from paceline.report.sentences import outliers, sentence, troubles
 from paceline.report.terminal.run_report import render
 

@@ -8,9 +8,9 @@ import pytest
 from pages import CONTRAST, HOSTILE, drawn, watched
 
 from paceline.report.page.write_page import document_page
-from paceline.report.tuning.hparams import write_hparams
 from paceline.report.tuning.tuning_charts import tuning_charts
 from paceline.report.tuning.tuning_document import tuning_document
+from paceline.report.tuning.tuning_files import write_hparams
 from paceline.report.tuning.tuning_view import SearchGain, TrialRow, TuningView
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from records import Rank, made, report_of
+from records import Rank, made, report_of, report_text
 from rich.console import Console
 from test_diagnosis_page import CAUSES, RUNGS, found, rung
 
@@ -20,7 +20,6 @@ from paceline.cli.common.options import HostAndEnvOptions, RankOptions, launch_w
 from paceline.predict.remedies import Remedy
 from paceline.record.ring.states import State
 from paceline.report.page.run_page import single
-from paceline.report.report_command import report_text
 from paceline.report.terminal.run_report import panel
 from paceline.report.verdict.of_diagnosis import LOST_TO, verdict_of_diagnosis
 from paceline.report.verdict.of_run import verdict_of_run

@@ -29,7 +29,7 @@ NO_STARTS = {
         "Path(sys.executable).with_name('paceline')",
         "Path(sys.executable).parent",
     },
-    "report/terminal/packed_environment.py": {"/bin/python -P -m paceline run ..."},  # is printed
+    "report/terminal/check.py": {"/bin/python -P -m paceline run ..."},  # is printed
     "launch/target.py": {"sys.executable"},  # in the output of --show
     "launch/monitor/rank_stacks.py": {"os.path.dirname(sys.executable)"},
     "launch/remote/start_agents.py": {

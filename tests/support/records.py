@@ -9,6 +9,7 @@ from paceline.analyze.reference.metric import Metric
 from paceline.analyze.reference.series import Reference, Series
 from paceline.record.ring.ring import Ring
 from paceline.record.ring.states import Op, State
+from paceline.report.report_command import make_report
 
 MS = 1_000_000
 
@@ -101,3 +102,8 @@ def loss_series(values: np.ndarray, samples: bool = True) -> Series:
 
 def loss_reference(seeds=(0, 1, 2), **options) -> Reference:
     return Reference(Metric(), [loss_series(healthy_losses(seed, **options)) for seed in seeds])
+
+
+def report_text(folders, steps=None, **options):
+    """Return the text of ``paceline report``."""
+    return make_report(folders, steps, **options).text

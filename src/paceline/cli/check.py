@@ -215,7 +215,7 @@ def _feed(
     import os
 
     from ..report.console import PlainConsole
-    from ..report.terminal.input_rate import render
+    from ..report.terminal.check import render_input_rate
     from ..study.input_rate import LoadRankConfig, advise
 
     cores = len(os.sched_getaffinity(0))
@@ -234,17 +234,17 @@ def _feed(
     if json is not None:
         print_json(told, json)
         return
-    PlainConsole().print(render(told))
+    PlainConsole().print(render_input_rate(told))
 
 
 def _pack(file: Path | None, json: Path | None) -> None:
     from ..cost.import_cost import as_json
     from ..report.console import PlainConsole
-    from ..report.terminal import packed_environment as shown
+    from ..report.terminal.check import render_environment
     from ..study.environment.check_packed import pack_environment
 
     found = pack_environment(file)
     if json is not None:
         print_json(as_json(found), json, name="paceline-environment")
     else:
-        PlainConsole().print(shown.render(found))
+        PlainConsole().print(render_environment(found))

@@ -1,6 +1,8 @@
 """Format numbers, sizes and times for people."""
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 from ..cost.machine.units import size as size
 from ..plurals import counted as counted
@@ -61,3 +63,12 @@ def joined(parts: Iterable[str]) -> str:
     """Return the parts as an enumeration, such as "a, b and c"."""
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def finite(value: Any) -> Any:
+    """Return a tree of values with None for numbers that are not finite, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

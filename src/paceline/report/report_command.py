@@ -42,19 +42,6 @@ class ReportOutput:
     gate: Gate | None = None
 
 
-def report_text(
-    folders: list[Path],
-    steps: str | None = None,
-    as_json: bool = False,
-    html: Path | None = None,
-    timeline: Path | None = None,
-    load: Callable[[Path], Run] = load_run,
-    machine: Path | None = None,
-) -> str:
-    """Return the text of ``make_report``."""
-    return make_report(folders, steps, as_json, html, timeline, load, machine).text
-
-
 def make_report(
     folders: list[Path],
     steps: str | None = None,

@@ -1,4 +1,5 @@
-"""Sentences that explain losses, standstills, stalls and outlier steps.
+"""Sentences about a run: losses, standstills, stalls and outlier steps, waits for cores, memory,
+pipelines, and the gradient noise scale.
 
 The sentence of a loss says what it is, on which rank, in which steps and in which collective.
 """
@@ -8,11 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from ..analyze.figures.losses import Loss
+from ..analyze.figures.noise_scale import NoiseScale
+from ..analyze.figures.pipeline import PipelineFigures
 from ..analyze.figures.report import Report
 from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
 from ..analyze.figures.steps import Outlier
 from ..analyze.figures.window_steps import Occurrence
-from .numbers import counted, duration, ordinal
+from ..analyze.memory.growth import HOST, MemoryGrowth
+from ..plurals import named_ranks, parse_ranges
+from .numbers import amount, counted, duration, ordinal, percent, size
 
 _LATE_BECAUSE = {
     "useful": "computed longer",
@@ -258,3 +263,162 @@ def _steps_named(steps: list[int]) -> str:
         return f"{len(steps)} steps, every {period} from {steps[0]} to {steps[-1]}"
     named, more = ", ".join(map(str, steps[:MAX_NAMED_STEPS])), len(steps) - MAX_NAMED_STEPS
     return f"Steps {named}" + (f" and {more} more" if more > 0 else "")
+
+
+def noise_scale_text(found: NoiseScale) -> str:
+    """Return the noise scale with its interval."""
+    of = f"from {counted(found.steps, 'sampled step')}"
+    if found.samples is None:
+        return (
+            f"gradient noise scale: undetermined {of}, because the gradient is not above its noise"
+        )
+    high = "no upper limit" if found.high is None else amount(found.high)
+    return (
+        f"gradient noise scale {amount(found.samples)} samples (95 %: {amount(found.low)} to "
+        f"{high}; {of})"
+    )
+
+
+def noise_scale_sentence(found: NoiseScale) -> str:
+    """Return the noise scale with its interval, and what it says of a larger batch."""
+    text = noise_scale_text(found)
+    if found.samples is None:
+        return f"{text}; larger batches probably still help"
+    twice = found.steps_with(2 * found.global_batch)
+    return (
+        f"{text}: twice the global batch of {amount(found.global_batch)} would need {twice:.2f} of "
+        "the steps to the same loss"
+    )
+
+
+MIN_FORMULA = 0.1  # of the stages' time, from which on more micro-batches are proposed
+
+
+def pipeline_sentences(report: Report) -> list[str]:
+    """Return the bubble beside its formula, and the stage that the others wait for."""
+    one = report.pipeline
+    if one is None:
+        return []
+    batches = counted(one.micro_batches, "micro-batch", "micro-batches")
+    lines = [
+        f"Pipeline ({one.schedule}, {counted(one.stages, 'stage')}, {batches}): the bubble takes "
+        f"{percent(one.bubble)} of the stages' time, {percent(one.formula)} by the formula"
+    ]
+    each = ", ".join(duration(seconds) for seconds in one.stage_s)
+    line = f"Stages compute {each} in a step"
+    if one.slowest is not None:
+        line += f": the others wait for stage {one.slowest}"
+    if remedy := pipeline_remedy(one):
+        line += f". HINT: {remedy}"
+    return [*lines, line]
+
+
+def pipeline_remedy(one: PipelineFigures) -> str:
+    """Return what makes the bubble smaller; "" if nothing is known."""
+    if one.balance:
+        return f"balance={one.balance!r} of world.distribute, which moves blocks between stages"
+    if one.formula >= MIN_FORMULA:
+        return f"micro-batches={2 * one.micro_batches} in the layout, if batches have the samples"
+    return ""
+
+
+MIN_STARVED = 0.02  # of a rank's time; less is not mentioned
+MIN_WAITING = 0.5  # other threads of a rank that wait on average; fewer are not mentioned
+MIN_BUSY = 0.5  # threads; fewer are not mentioned
+
+
+def core_wait_sentence(report: Report) -> str:
+    """Return which threads share how many cores on the node where ranks wait most for a core.
+
+    Without full stop; empty if no rank waits for a core to speak of.
+    """
+    waits = [
+        (rank["starved"], one.threads_waiting + one.worker_threads_waiting)
+        for rank, one in zip(report.states, report.other_threads, strict=False)
+    ]
+    if not any(own >= MIN_STARVED or others >= MIN_WAITING for own, others in waits):
+        return ""
+    host = report.hosts[waits.index(max(waits, key=sum))]
+    here = [i for i, name in enumerate(report.hosts) if name == host]
+    starved = sum(waits[i][0] for i in here) / len(here)
+    others = sum(waits[i][1] for i in here)
+    said = f"{_threads_on(report, host, here)}: "
+    thread, waits_for = ("thread", "waits") if len(here) == 1 else ("threads", "wait")
+    said += f"the training {thread} {waits_for} for a core {percent(starved)} of the time"
+    if others >= MIN_WAITING:
+        number = counted(round(others, 1), "other thread")
+        wait = "waits" if number.startswith("1 ") else "wait"
+        said += f", and on average {number} {wait} for one"
+    return said
+
+
+def _threads_on(report: Report, host: str, here: list[int]) -> str:
+    """Return the threads of a node's ranks, and the cores that they share."""
+    places = [place for place in report.places if place.host == host]
+    cores = {core for place in places for core in parse_ranges(place.cores or "")}
+    threads = max((place.threads or 0 for place in places), default=0)
+    each = " each" if len(here) > 1 else ""
+    said = counted(len(here), "rank")
+    said += f" with {counted(threads, 'thread')} of PyTorch{each}" if threads else ""
+    workers = sum(report.other_threads[i].worker_threads for i in here)
+    if workers >= MIN_BUSY:
+        said += f" and {counted(round(workers, 1), 'busy thread')} of their child processes"
+    where = f" on {host}" if len(set(report.hosts)) > 1 else ""
+    does = "uses" if len(here) == 1 and workers < MIN_BUSY else "share"
+    return f"{said} {does} {counted(len(cores), 'core')}{where}" if cores else f"{said}{where}"
+
+
+MAX_TOLD = 3
+
+
+def memory_warnings(report: Report) -> list[str]:
+    """Return a sentence for each growth that is warned about: by kind of memory and node."""
+    groups: dict[tuple[str, str], list[MemoryGrowth]] = {}
+    for one in report.memory:
+        if one.warned:
+            groups.setdefault((one.kind, one.host), []).append(one)
+    return [memory_sentence(group) for group in list(groups.values())[:MAX_TOLD]]
+
+
+def peak_sentence(report: Report) -> str | None:
+    """Return the largest memory of a rank and its parts; None without a model of the world."""
+    if not report.peaks:
+        return None
+    peak = report.peaks[0]
+    names = ("parameters", "buffers", "gradients", "optimizer_states", "rest")
+    parts = [f"{name.replace('_', ' ')} {size(n)}" for name in names if (n := getattr(peak, name))]
+    of = f"rank {peak.rank} ({peak.host})" if report.size > 1 else "the rank"
+    host = f"; {size(peak.offloaded)} offloaded to the host" if peak.offloaded else ""
+    predicted = f"; predicted: {size(peak.predicted)}" if peak.predicted is not None else ""
+    return (
+        f"largest {peak.kind} memory, of {of} with layout {peak.layout}: {size(peak.bytes)} "
+        f"({', '.join(parts)}){host}{predicted}"
+    )
+
+
+def first_end(report: Report) -> list[MemoryGrowth]:
+    """Return the growth that ends the job first, of all ranks that share this memory; or none."""
+    first = next((one for one in report.memory if one.ends_job), None)
+    if first is None:
+        return []
+    same = (first.kind, first.host)
+    return [one for one in report.memory if (one.kind, one.host) == same]
+
+
+def memory_sentence(group: list[MemoryGrowth]) -> str:
+    """Return how fast the memory of these ranks grows, and when it ends the job; no full stop."""
+    most = max(group, key=lambda one: one.rate)
+    ranks = named_ranks(sorted({one.rank for one in group}))
+    grows = "grows by" if len(group) == 1 else "grows by at most"
+    text = f"the {most.kind} memory of {ranks} ({most.host}) {grows} {_rate(most)}"
+    hours = min((one.hours_left for one in group if one.hours_left is not None), default=None)
+    if hours is None:
+        return text
+    left = "the node" if most.kind == HOST else "the device"
+    return f"{text}: {left} has none left in {duration(3600 * hours)} if this continues"
+
+
+def _rate(one: MemoryGrowth) -> str:
+    low, high = (size(3600 * max(x, 0.0)) for x in (one.low, one.high))
+    each = f", {size(one.per_step)} per step" if one.per_step else ""
+    return f"{size(3600 * one.rate)} per hour ({low} to {high}){each}"

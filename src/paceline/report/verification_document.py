@@ -69,11 +69,7 @@ def verification_document(
     summary += [_item(one, f"findings.{number}") for number, one in enumerate(findings)]
     compared: list[doc.Block] = [*map(doc.Line, compared_sentences(seen))]
     for number, note in enumerate(seen.notes):
-        text: list[str | doc.Part] = [
-            "Not seen: ",
-            doc.Part(note, figure=f"not_seen.{number}"),
-            ".",
-        ]
+        text: doc.Text = ["Not seen: ", doc.Part(note, figure=f"not_seen.{number}"), "."]
         compared.append(doc.Line(text, doc.DOUBT))
     compared.append(doc.Line(f"{command} on {size}, {elapsed(runs.seconds)}", doc.MUTED))
     drawn = [

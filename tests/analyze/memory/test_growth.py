@@ -9,7 +9,7 @@ from records import Rank, report_of
 
 from paceline.analyze.memory.growth import find_growth
 from paceline.record.ring.states import Memory, State
-from paceline.report.memory import memory_warnings
+from paceline.report.sentences import memory_warnings
 from paceline.report.terminal.run_report import render
 from paceline.report.verdict.of_run import verdict_of_run
 

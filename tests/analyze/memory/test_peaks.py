@@ -5,7 +5,7 @@ import json
 from records import Rank, report_of
 
 from paceline.record.ring.states import Memory, State
-from paceline.report.memory import peak_sentence
+from paceline.report.sentences import peak_sentence
 from paceline.report.terminal.run_report import render
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from paceline.analyze.scaling.outcomes.targets import (
     targets,
 )
 from paceline.analyze.scaling.study_model import STRONG, WEAK, NoiseFigures
-from paceline.report.scaling.study_sentences import batch_sentences
+from paceline.report.scaling.study_document import batch_sentences
 from studies import make_point, make_study, reach
 
 

@@ -25,7 +25,7 @@ from paceline.analyze.records.operator_file import (
 from paceline.record.ring.ring import EVENT
 from paceline.record.ring.states import Op, State
 from paceline.report.console import PlainConsole
-from paceline.report.page.step_profile import line_rows, operator_context
+from paceline.report.page.diagnosis_page import line_rows, operator_context
 from paceline.report.terminal.diagnosis import operators
 from paceline.report.terminal.diagnosis.lines import lines_as_json, render_lines
 

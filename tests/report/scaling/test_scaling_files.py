@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 
 from paceline.analyze.scaling.study_model import STRONG, WEAK, HostPlacement
-from paceline.report.scaling.csv_file import columns, csv_text
-from paceline.report.scaling.extrap_file import extrap_text
 from paceline.report.scaling.findings import Curve, Findings
-from paceline.report.scaling.latex_table import decimals, latex_text
+from paceline.report.scaling.study_files import (
+    columns,
+    csv_text,
+    decimals,
+    extrap_text,
+    latex_text,
+    talp_files,
+)
 from paceline.report.scaling.svg_chart import COLOURS, svg_text
-from paceline.report.scaling.talp_files import talp_files
 from studies import make_study, throughput
 
 SVG = "{http://www.w3.org/2000/svg}"

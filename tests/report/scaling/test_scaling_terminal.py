@@ -15,8 +15,7 @@ from paceline.analyze.scaling.study_model import STRONG, WEAK, Setup, StudyRun
 from paceline.report.console import PlainConsole
 from paceline.report.scaling import findings as module
 from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit, findings_of
-from paceline.report.scaling.study_document import study_document
-from paceline.report.scaling.study_sentences import fit_sentence, prediction_sentence
+from paceline.report.scaling.study_document import fit_sentence, prediction_sentence, study_document
 from paceline.report.terminal.draw import draw_panel
 from paceline.report.terminal.live_studies import StudyDisplay, run_sentence
 from studies import make_study, predicted, reach

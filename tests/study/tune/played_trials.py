@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.record.trial_reports import VARIABLE, Answer, TrialRequest, read_lines
-from paceline.report.tuning.tune_events import TuneListener
+from paceline.report.tuning.tuning_view import TuneListener
 from paceline.security.schema import parse_json
 from paceline.study.tune import journal
 from paceline.study.tune.machine import Machine, Node

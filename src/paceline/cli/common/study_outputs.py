@@ -127,11 +127,8 @@ class StudyOutputs:
 
     def _write_files(self, study: "ScalingStudy", findings: "Findings") -> list[str]:
         """Write the files that were asked for. Return a message for each."""
-        from ...report.scaling.csv_file import csv_text
-        from ...report.scaling.extrap_file import extrap_text
-        from ...report.scaling.latex_table import latex_text
+        from ...report.scaling.study_files import csv_text, extrap_text, latex_text, talp_files
         from ...report.scaling.svg_chart import svg_text
-        from ...report.scaling.talp_files import talp_files
 
         said = []
         if self.html is not None:

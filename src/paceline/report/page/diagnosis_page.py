@@ -6,20 +6,30 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.diagnosis.line_profile import Doing, LineProfile, SampledLine
+from ...analyze.diagnosis.operator_profile import OperatorProfile
+from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.records.state_timeline import STATES
+from .. import remedies as cures
 from ..numbers import amount, counted, joined, percent
 from ..state_names import STATE_NAMES
 from ..survey import describe_survey
 from ..terminal.diagnose import NAMES, Diagnosis, computing, rate_unit, waits_for_cores
-from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
+from ..terminal.diagnosis.lines import (
+    MIN_LINE_SHARE,
+    describe_doing,
+    describe_ranks,
+    describe_worker,
+    lines_as_json,
+)
+from ..terminal.diagnosis.operators import nothing_wrong
 from ..verdict.of_diagnosis import verdict_of_diagnosis, without_values
 from .definitions import DEFINITIONS
-from .step_profile import legend, line_rows, operator_context
 from .wording import largest_losses
 from .write_page import page
 
@@ -130,22 +140,21 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
     proposed = found.remedies if found.after is None else found.after.remedies
     decided = found.tried.decided if found.tried and found.after is None else set()
     left = [(at, one) for at, one in enumerate(proposed) if one.knob not in decided]
+    left_path = "after.remedies" if found.after is not None else "remedies"
+    tried, proposed_now = found.tried, list(enumerate(found.remedies))
+    confirmed = tried.confirmed if tried else None
     return {
-        "remedies": list(enumerate(found.remedies)),
-        "tried": found.tried,
-        "losses": loss_changes(found.tried) if found.tried else [],
-        "confirmed": describe_confirmed(found.tried.confirmed)
-        if found.tried and found.tried.confirmed
-        else "",
+        "tried": tried,
+        "tried_table": cures.tried_table(tried) if tried else None,
+        "nothing_tried": cures.NOTHING_TRIED,
+        "losses": cures.loss_changes(tried) if tried else [],
+        "confirmed": cures.describe_confirmed(confirmed) if confirmed else "",
         "after": found.after if after is not None else None,
         "after_caption": _caption(after) if after else "",
         "after_label": _label(after, unit) if after else "",
-        "left": left,
-        "left_path": "after.remedies" if found.after is not None else "remedies",
-        "off": found.off,
-        "set_to": set_to,
-        "how": how_to_apply,
-        "rise": lambda share: f"{100 * share:+.1f} %",
+        "proposed": cures.proposed_table(proposed_now, "remedies") if found.remedies else None,
+        "left": cures.proposed_table(left, left_path) if left else None,
+        "prediction_errors": cures.prediction_errors(found.remedies, found.off),
     }
 
 
@@ -326,3 +335,94 @@ def _label(w: Waterfall, unit: str) -> str:
         f"From the ideal, {amount(w.ideal.mean)} {unit}, to the measured "
         f"{amount(w.measured.mean)} {unit}. Lost of the ideal: {bars}."
     )
+
+
+MAX_LINES = 20
+LEAST_OPERATORS, MAX_OPERATORS = 5, 20  # those between have MIN_LINE_SHARE of a step
+_ACTIVITY_COLOURS = {  # CSS variables
+    Doing.TORCH: "useful",
+    Doing.LIBRARY: "checkpoint",
+    Doing.PYTHON: "validation",
+    Doing.SHORT_CALLS: "map2",
+    Doing.FILE: "input",
+    Doing.WAIT: "wait",
+    Doing.COLLECTIVE: "transfer",
+    Doing.CORE: "starved",
+    Doing.GARBAGE: "garbage",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        path: Position in the JSON of the diagnosis.
+        parts: Of the bar: (activity, CSS variable of its colour, width in percent).
+        inclusive: Share of a step with calls; None for lines of loader workers.
+    """
+
+    path: str
+    place: str
+    code: str
+    share: float
+    inclusive: float | None
+    doing: str
+    parts: list[tuple[str, str, float]]
+
+
+def line_rows(profile: LineProfile | None) -> tuple[list[Row], list[Row]]:
+    """Return the lines with most time, and those of loader workers."""
+    if profile is None:
+        return [], []
+    known = {_key(one): at for at, one in enumerate(lines_as_json(profile) or [])}
+    lines = [one for one in profile.lines()[:MAX_LINES] if one.share >= MIN_LINE_SHARE]
+    workers = [one for one in profile.worker_lines()[:MAX_LINES] if one.share >= MIN_LINE_SHARE]
+
+    def row(
+        line: SampledLine, doing: Mapping[Doing, float], said: str, longest: float, *, worker: bool
+    ) -> Row:
+        at = known[line.file, line.line, line.function, worker]
+        place = f"{line.file.rpartition('/')[2]}:{line.line} {line.function}"
+        largest = sorted(doing.items(), key=lambda one: -one[1])
+        parts = [
+            (str(name), _ACTIVITY_COLOURS[name], 100 * part / longest) for name, part in largest
+        ]
+        return Row(f"lines.{at}", place, line.code, sum(doing.values()), None, said, parts)
+
+    longest = max((one.share for one in lines), default=1.0)
+    own = []
+    for one in lines:
+        said = describe_doing(one) + describe_ranks(profile.ranks, one)
+        found = row(one.line, one.doing, said, longest, worker=False)
+        own.append(replace(found, share=one.share, inclusive=one.inclusive_share))
+    longest = max((one.share for one in workers), default=1.0)
+    return own, [
+        row(one.line, {one.doing: one.share}, describe_worker(one), longest, worker=True)
+        for one in workers
+    ]
+
+
+def _key(one: dict[str, Any]) -> tuple[str, int, str, bool]:
+    return one["file"], one["line"], one["function"], one["in_workers"]
+
+
+def legend(rows: list[Row]) -> list[tuple[str, str]]:
+    """Return the activities of the bars with their colours."""
+    return list(dict.fromkeys((name, colour) for row in rows for name, colour, _ in row.parts))
+
+
+def operator_context(profile: OperatorProfile | None) -> dict[str, Any]:
+    """Return the template variables of the section "Inside the model"."""
+    shown = profile if profile is not None and profile.operators else None
+    largest = shown.operators[:MAX_OPERATORS] if shown else []
+    return {
+        "model": shown,
+        "operators": [
+            one
+            for at, one in enumerate(largest)
+            if at < LEAST_OPERATORS or one.share >= MIN_LINE_SHARE
+        ],
+        "findings": findings(shown) if shown else [],
+        "nothing_wrong": nothing_wrong(shown) if shown else "",
+    }

@@ -1,29 +1,41 @@
 """Page of one run."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
+from ...analyze.figures.steps import StepTimes
 from ...analyze.records.state_timeline import STATES
-from ...analyze.sharding.block_exchange import LAYER_KINDS
-from ..core_waits import core_wait_sentence
-from ..memory import memory_warnings, peak_sentence
-from ..noise_scale import noise_scale_sentence
-from ..numbers import counted
-from ..pipelines import pipeline_sentences
-from ..sentences import cause, outliers, troubles
-from ..sharded_blocks import LAYER_HEADINGS, block_cells, by_exposed_time, exposed_blocks
+from ...cost.roofline import Roof, RooflinePoint, ridge
+from ..exchange_tables import (
+    MAX_LISTED_ON_PAGE,
+    axes_table,
+    blocks_table,
+    exposed_blocks,
+    halos_table,
+    layers_table,
+)
+from ..numbers import counted, duration, percent
+from ..sentences import (
+    cause,
+    core_wait_sentence,
+    memory_warnings,
+    noise_scale_sentence,
+    outliers,
+    peak_sentence,
+    pipeline_sentences,
+    troubles,
+)
 from ..state_names import shown_states, state_name
 from ..terminal import step_work
-from ..terminal.run_report import AXIS_HEADINGS, EFFICIENCY_TREE, axis_cells, has_efficiency
+from ..terminal.run_report import EFFICIENCY_TREE, has_efficiency
 from ..verdict.of_run import verdict_of_run
-from . import captions
-from .roofline import chart
 from .series import series
 from .wording import achieved, largest_losses
 from .write_page import page
 
 SHOWN_GROUPS = 40
-SHOWN_BLOCKS = 40
 # Names of definitions of efficiencies that have the same name as a state.
 _KEYS = {
     "transfer": "transfer efficiency",
@@ -85,7 +97,7 @@ def _data(report: Report) -> dict[str, Any]:
             for one in report.step_times.outliers
         ]
     if report.roofline is not None:
-        found["roofline"] = chart(report.roofline.roofs, report.roofline.points)
+        found["roofline"] = roofline_chart(report.roofline.roofs, report.roofline.points)
     return found
 
 
@@ -111,22 +123,16 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         if count
         else {},
         "charts_of": dict.fromkeys(("waiting", "pairs", "moments", "schedule")) | charts,
-        "axis_headings": AXIS_HEADINGS,
-        "axis_rows": [(axis.name, *axis_cells(axis)) for axis in report.axes],
+        "axes": axes_table(report),
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
-        "block_rows": [
-            block_cells(block) for block in by_exposed_time(report.blocks)[:SHOWN_BLOCKS]
-        ],
-        "layer_headings": LAYER_HEADINGS,
-        "layer_rows": [
-            block_cells(one, LAYER_KINDS) for one in by_exposed_time(report.layers)[:SHOWN_BLOCKS]
-        ],
-        "hidden_blocks": max(len(report.blocks) - SHOWN_BLOCKS, 0),
+        "blocks": blocks_table(report, MAX_LISTED_ON_PAGE),
+        "layers": layers_table(report, MAX_LISTED_ON_PAGE),
+        "halos": halos_table(report, MAX_LISTED_ON_PAGE),
         "exposed_blocks": exposed_blocks(report),
         "pipeline": pipeline_sentences(report),
         "outliers": [*troubles(report), *outliers(report)],
-        "caption": captions.of(report, charts),
+        "caption": captions(report, charts),
         "worked": step_work.sentences(report),
         "reaches": step_work.reaches,
     }
@@ -150,3 +156,130 @@ def _groups(report: Report) -> list[dict[str, Any]]:
     """
     order = sorted(enumerate(report.groups), key=lambda one: -(one[1].wait + one[1].transfer))
     return [{"place": place, **vars(group)} for place, group in order]
+
+
+def captions(report: Report, charts: dict[str, Any]) -> dict[str, str]:
+    """Return the captions of the charts that the page has, by name of the chart."""
+    found = {}
+    if report.states:
+        found["states"] = _states(report)
+    if report.step_times is not None:
+        found["steps"] = _steps(report.step_times)
+        found["marks"] = _marks(report.step_times, bool(charts.get("steps", {}).get("together")))
+    if "waiting" in charts:
+        found["waiting"] = _waiting(report, charts["waiting"]["together"])
+    if "schedule" in charts:
+        found["schedule"] = (
+            f"Micro-batches of step {charts['schedule']['step']}, as they ran: F forward, B "
+            "backward, I backward of the activations, W backward of the parameters, ' second "
+            "virtual stage. Stages wait where a row is empty."
+        )
+        if charts["schedule"]["is_cut"]:
+            found["schedule"] += " Only the first ones of the step are shown."
+    if "pairs" in charts:
+        found["pairs"] = "Share of its time that each rank waited for each other rank."
+        if charts["pairs"]["together"]:
+            found["pairs"] += " Each cell is the mean of neighbouring ranks."
+        found["most"] = _most(report)
+        late = charts["late"]["names"]
+        found["late"] = (
+            f"{late[0].capitalize()} caused the most waiting" if late else "No rank was late"
+        )
+    return found
+
+
+def _states(report: Report) -> str:
+    useful = [rank["useful"] for rank in report.states]
+    if len(useful) == 1:
+        return f"Useful time is {percent(useful[0])} of the rank's time."
+    least = report.ranks[useful.index(min(useful))]
+    most = percent(max(useful))
+    named = report.named([least])
+    return f"Useful time is {percent(min(useful))} ({named}) to {most} of a rank's time."
+
+
+def _steps(times: StepTimes) -> str:
+    steps = counted(times.last - times.first + 1, "step")
+    percentiles = f"{duration(times.p5_s)} to {duration(times.p95_s)}"
+    return (
+        f"Median {duration(times.median_s)}, 5th to 95th percentile {percentiles}, "
+        f"{counted(times.outlier_count, 'outlier')} in {steps}."
+    )
+
+
+def _marks(times: StepTimes, together: bool) -> str:
+    shown, parts = len(times.outliers), []
+    if shown < times.outlier_count:
+        parts.append(f"Diamonds mark the {shown} longest outliers.")
+    elif shown:
+        parts.append("Diamonds mark outliers.")
+    if together:
+        parts.append(
+            "The line is the median of neighbouring steps. The band reaches from their minimum to "
+            "their maximum."
+        )
+    return " ".join(parts)
+
+
+def _waiting(report: Report, together: bool) -> str:
+    wait = [rank["wait"] for rank in report.states]
+    return (
+        "The rank that waits least while the others wait is the straggler. Ranks wait for "
+        f"{percent(min(wait))} to {percent(max(wait))} of their time."
+        + (" Each cell combines neighbouring steps or ranks." if together else "")
+    )
+
+
+def _most(report: Report) -> str:
+    if not report.waited_for:
+        return "No rank waited for another rank"
+    first = report.waited_for[0]
+    share = percent(first.share)
+    waited = f"{report.named([first.rank])} waited for {report.named([first.waited_for])}"
+    return f"Largest wait: {waited} during {share} of its time"
+
+
+# Positions of neighbouring labels, which differ so that the labels do not overlap.
+_AROUND = ("bottom center", "top center", "middle left", "middle right")
+
+
+def roofline_chart(
+    roofs: Mapping[str, Roof], points: Mapping[str, RooflinePoint]
+) -> dict[str, Any]:
+    """Return ``data`` and ``layout`` of the chart; empty if there is no roof.
+
+    Work without memory traffic is drawn at the right edge.
+    """
+    if not roofs:
+        return {}
+    ridges = {name: ridge(roof.peak, roof.bandwidth) for name, roof in roofs.items()}
+    known = [placed.intensity for placed in points.values()]
+    finite = [value for value in known if 0 < value < math.inf]
+    left, right = min([0.1, *finite]) / 2, 10 * max([*ridges.values(), *finite])
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": [left, ridges[name], right],
+            "y": [left * roof.bandwidth, roof.peak, roof.peak],
+        }
+        for name, roof in roofs.items()
+    ]
+    if points:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers+text",
+                "name": "measured",
+                "x": [min(value, right) for value in known],
+                "y": [placed.rate for placed in points.values()],
+                "text": list(points),
+                "textposition": [_AROUND[i % len(_AROUND)] for i in range(len(points))],
+            }
+        )
+    layout = {
+        "xaxis": {"type": "log", "title": {"text": "FLOP/byte"}},
+        "yaxis": {"type": "log", "title": {"text": "FLOP/s"}, "exponentformat": "SI"},
+    }
+    return {"data": data, "layout": layout}

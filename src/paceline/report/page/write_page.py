@@ -54,6 +54,7 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         amount=amount,
         counted=counted,
         figure_of=figure,
+        parts_of=lambda text: parts_of(text, PAGE),
         good=GOOD_EFFICIENCY,
     )
     return environment.get_template(template).render(
@@ -77,7 +78,6 @@ def document_page(document: Document, data: dict[str, Any]) -> str:
         "parts": [(section.id, section.name) for section, _ in shown],
         "document": document,
         "shown": shown,
-        "parts_of": lambda text: parts_of(text, PAGE),
     }
     return page("document.html", data, context)
 

@@ -17,8 +17,8 @@ from ...analyze.scaling.critical.judgement import (
 )
 from ...security.text import printable
 from .. import document as doc
-from ..noise_scale import noise_scale_text
-from ..numbers import amount, counted
+from ..numbers import amount, counted, finite
+from ..sentences import noise_scale_text
 
 FORMAT, VERSION = "paceline-critical-batch-result", 1
 POINTS = 64  # of a line; each is the mean of an equal part of the samples
@@ -198,7 +198,7 @@ def critical_tree(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any
             {
                 "multiple": run.multiple,
                 "seed": run.seed,
-                "loss": _finite(end_loss(run, found.point.window)) if run.losses else None,
+                "loss": finite(end_loss(run, found.point.window)) if run.losses else None,
                 "failure": run.failure,
             }
             for run in stored.runs
@@ -214,12 +214,8 @@ def critical_json(stored: StoredCritical, found: CriticalBatch) -> str:
 
 
 def _row(one: MultipleResult, tolerance: float) -> dict[str, Any]:
-    row = {name: _finite(value) for name, value in asdict(one).items()}
+    row = {name: finite(value) for name, value in asdict(one).items()}
     return row | {"within": one.is_within(tolerance)}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def difference_text(one: MultipleResult) -> str:

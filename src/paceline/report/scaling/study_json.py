@@ -1,7 +1,6 @@
 """A scaling study as JSON: ``paceline scale --json``. Described in formats/scaling.md."""
 
 import json
-import math
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +15,7 @@ from ...analyze.scaling.outcomes.targets import (
     targets,
 )
 from ...analyze.scaling.study_model import ScalingStudy
+from ..numbers import finite
 from .findings import Findings
 from .size_rows import SizeRow, size_rows
 
@@ -58,8 +58,8 @@ def study_tree(study: ScalingStudy, findings: Findings) -> dict[str, Any]:
         },
         "notes": study.notes,
     }
-    finite: dict[str, Any] = _finite(tree)
-    return finite
+    found: dict[str, Any] = finite(tree)
+    return found
 
 
 def study_json(study: ScalingStudy, findings: Findings) -> str:
@@ -128,11 +128,3 @@ def _target(study: ScalingStudy) -> dict[str, Any] | None:
 
 def _estimate(found: Estimate | None) -> dict[str, Any] | None:
     return asdict(found) if found is not None else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,6 @@
 """Tables of ``paceline check``, and a sentence in red for each anomaly."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from rich.text import Text
 
 from ...cost.catalogue import lookup
 from ...cost.compare_machines import Change
+from ...cost.import_cost import Packed
 from ...cost.machine.machine_file import Figure, HostFacts, Machine
 from ...cost.machine.named_figures import host_figures
 from ...cost.machine.units import format_value, join_words, size
 from ...cost.outliers import Outlier
 from ...cost.roofline import roofs
-from ..numbers import counted, percent
+from ..numbers import amount, counted, percent
 from .roofline import draw_roofline
 
 MAX_COLLECTIVE_ROWS = 32  # of one operation in one kind of group
@@ -284,3 +286,171 @@ def as_json(
         for one in found
     ]
     return {"machine": machine, "odd": odd, "notes": list(notes), "more": more}
+
+
+LIMITS = {
+    "processor": "the processors",
+    "interpreter": "one process, whose threads wait for each other",
+    "threads": "the loader threads",
+    "bandwidth": "the storage's bandwidth",
+    "operations": "the storage's reads per second",
+}
+STATES = {
+    "storage": "from storage, as in a first epoch",
+    "memory": "from memory, as in later epochs",
+}
+
+
+def render_input_rate(told: dict[str, Any]) -> Group:
+    """Return the result as text for the terminal; ``told`` has the layout of ``--json``."""
+    parts: list[RenderableType] = [Text(line) for line in _terms(told)]
+    for state, rates in told["rates"].items():
+        parts += [Text(), _table(told, state, rates)]
+    parts += [Text(), *_sentences(told)]
+    parts += [Text(note, style="bright_black") for note in told["notes"]]
+    return Group(*parts)
+
+
+def _terms(told: dict[str, Any]) -> list[str]:
+    t = told["terms"]
+    cpu = t["read_s"] + t["decode_s"] + t["transform_s"]
+    parts = ", ".join(
+        f"{name} {1e6 * t[key]:,.0f}"
+        for name, key in (("read", "read_s"), ("decode", "decode_s"), ("transform", "transform_s"))
+        if t[key] > 0.01 * cpu
+    )
+    where = f" on {told['filesystem']}" if told["filesystem"] else ""
+    lines = [
+        f"{counted(t['samples'], 'sample')} of {size(t['bytes'])}{where}; "
+        f"{counted(t['cores'], 'core')}",
+        f"CPU time per sample: {1e6 * cpu:,.0f} us ({parts})",
+    ]
+    if t["bandwidth"] is not None:
+        lines.append(
+            f"storage: {size(t['bandwidth'])}/s in large reads, "
+            f"{amount(t['operations'])} samples/s in parallel single reads, "
+            f"{1e6 * t['wait_s']:,.0f} us per sequential read"
+        )
+    return lines
+
+
+def _table(told: dict[str, Any], state: str, rates: list[dict[str, Any]]) -> Table:
+    title = STATES[state]
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
+    for heading in ("ranks", "predicted", "limited by", "measured"):
+        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+    for one in rates:
+        measured = ""
+        if one["ranks"] == told["ranks"]:
+            found = told["measured"][state]
+            measured = f"{amount(found)} ({100 * (one['samples_s'] / found - 1):+.0f} %)"
+        table.add_row(f"{one['ranks']}", amount(one["samples_s"]), LIMITS[one["limit"]], measured)
+    table.caption = "samples/s of all ranks; in brackets: error of the prediction"
+    table.caption_justify = "left"
+    return table
+
+
+def _sentences(told: dict[str, Any]) -> list[Text]:
+    found = []
+    for one in told["remedies"]:
+        text = f"{one['id']}: {amount(one['samples_s'])} samples/s predicted: {one['sentence']}"
+        found.append(Text(text, style="green"))
+    if not told["remedies"]:
+        found.append(Text("No known remedy gains 10 % or more.", style="bold"))
+    if told["terms"]["bandwidth"] is not None and told["fits"]:
+        found.append(Text("The dataset fits into memory: later epochs are not read from storage."))
+    if told["hosts"] is not None:
+        found.append(
+            Text(f"From {told['hosts']} such nodes on, the storage is the limit if all share it.")
+        )
+    return found
+
+
+STAYED = 0.02  # share of the bytes that stay in memory; a larger one is reported
+
+
+def render_environment(found: Packed) -> Group:
+    """Return the result as text for the terminal."""
+    parts: list[RenderableType] = [_environment_table(found), Text()]
+    parts.append(Text(found.sentence, style="green" if found.worth_it else "bold"))
+    parts.append(Text(_of_calls(found)))
+    parts += [Text(), Text("On a node:"), *(Text(f"  {one}") for one in commands(found.file))]
+    if found.outside:
+        parts += [Text(), Text("Not in the file, and required on a node at the same path:")]
+        parts += [Text(f"  {one}") for one in found.outside]
+    parts += [Text(note, style="bright_black") for note in [*found.notes, *_of_memory(found)]]
+    return Group(*parts)
+
+
+def commands(file: str) -> list[str]:
+    """Return the shell commands that use the packed environment on a node.
+
+    They start Paceline with ``python -m``, because scripts in bin/ have the path of the original
+    environment in their first line.
+    """
+    name, folder = shlex.quote(file), "/tmp/env"
+    use = f"mkdir -p {folder} && squashfuse {name} {folder}"
+    if file.endswith(".tar"):
+        use = f"mkdir -p {folder} && tar -xf {name} -C {folder}"
+    done = [] if file.endswith(".tar") else [f"fusermount -u {folder}     # afterwards"]
+    return [use, f"{folder}/bin/python -P -m paceline run ...", *done]
+
+
+def _environment_table(found: Packed) -> Table:
+    table = Table(title="import torch", box=None, pad_edge=False, title_justify="left")
+    for heading in ("", "original", found.how or "packed"):
+        table.add_column(heading, justify="right" if heading else "left")
+    own, other = found.as_it_is, found.load
+    if other is not None:
+        place = "to mount" if found.how.startswith("mounted") else "to unpack"
+        table.add_row(place, "", _figure(found.place))
+    for what, one, two in (
+        ("first", own.first, other.first if other else None),
+        ("repeated", own.repeated, other.repeated if other else None),
+        ("CPU time of it", own.busy, other.busy if other else None),
+    ):
+        table.add_row(what, _figure(one), _figure(two))
+    table.add_row("to pack", "", format_value(found.pack_s, "s"))
+    table.add_row("size", size(found.bytes), size(found.file_bytes))
+    table.add_row("files", f"{found.files:,}", "1")
+    table.add_row("file system", found.filesystem or "?", found.file_filesystem or "?")
+    return table
+
+
+def _figure(figure: Figure | None) -> str:
+    """Format the median, with half of the spread in percent if there are several values."""
+    if figure is None:
+        return "-"
+    half = (figure.high - figure.low) / 2
+    spread = f" ±{percent(half / figure.median)}" if figure.n > 1 and figure.median else ""
+    return f"{format_value(figure.median, figure.unit)}{spread}"
+
+
+def _of_calls(found: Packed) -> str:
+    return (
+        f"With the original environment, a start makes {found.calls:,} calls to the file system "
+        f"({found.counted_by}), including those for the standard library. With the packed "
+        "environment, each node opens one file, and the node itself serves all other calls. When "
+        "many nodes start at the same time, their calls wait for the same servers: this "
+        "measurement does not include that wait."
+    )
+
+
+def _of_memory(found: Packed) -> list[str]:
+    """Return notes on whether the first import really read its files from storage."""
+    notes = [
+        "first: Paceline asked the kernel to drop the pages of the files; file names stay cached."
+    ]
+    stayed = found.as_it_is.in_memory
+    if stayed is None:
+        notes.append(
+            f"Paceline cannot determine what {found.filesystem or 'this file system'} itself "
+            "caches in memory: the first import may have read from this cache."
+        )
+    elif stayed > STAYED:
+        notes.append(
+            f"{percent(stayed)} of the environment's bytes stayed in memory (other processes use "
+            "them, or the file system is in memory): the first import takes longer on a fresh "
+            "node."
+        )
+    return notes

@@ -23,14 +23,14 @@ from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
-from ..core_waits import core_wait_sentence
-from ..numbers import amount, counted, elapsed, percent
+from .. import remedies as cures
+from ..numbers import amount, counted, elapsed, finite, percent
+from ..sentences import core_wait_sentence
 from ..survey import describe_survey
 from ..verdict.of_diagnosis import verdict_of_diagnosis
-from ..verdict.table import verdict_table
-from . import remedies as cures
 from .diagnosis import operators
 from .diagnosis.lines import lines_as_json, render_lines
+from .draw import draw_table, verdict_table
 from .run_report import panel
 from .step_work import reaches
 
@@ -149,13 +149,16 @@ def render_trials(found: Diagnosis, width: int = 100) -> RenderableType:
 def _cures(found: Diagnosis) -> list[RenderableType]:
     """Render the proposed remedies, or the measured ones and those that remain after them."""
     if found.tried is None:
-        would = cures.render_proposed(found.remedies, found.off)
+        would = _proposed(found.remedies, found)
         return [Text(), *would] if would else []
-    parts = [Text(), *cures.render_tried(found.tried)]
+    tried = cures.tried_table(found.tried)
+    parts: list[RenderableType] = [Text()]
+    parts.append(draw_table(tried) if tried is not None else Text(cures.NOTHING_TRIED))
+    parts += [Text(line) for line in cures.loss_changes(found.tried)]
     after = found.after
     if after is None or after.waterfall is None or found.waterfall is None:
         remaining = [one for one in found.remedies if one.knob not in found.tried.decided]
-        left = cures.render_proposed(remaining, found.off)
+        left = _proposed(remaining, found)
         return [*parts, Text(), *left] if left else parts
     rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
     gain = found.tried.confirmed
@@ -167,9 +170,17 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
     )
     faster = rates[1] > rates[0] if gain is None else gain.low > 0
     parts += [Text(), Text(said, style="bold green" if faster else "bold")]
-    parts += [cures.render_before_after(found.waterfall, after.waterfall, NAMES), Text()]
-    parts += [*_causes(after), *cures.render_proposed(after.remedies, found.off)]
-    return parts
+    parts.append(draw_table(cures.before_after_table(found.waterfall, after.waterfall, NAMES)))
+    return [*parts, Text(), *_causes(after), *_proposed(after.remedies, found)]
+
+
+def _proposed(remedies: Sequence[cures.Remedy], found: Diagnosis) -> list[RenderableType]:
+    """Render remedies with their predicted gains, and errors of earlier predictions."""
+    if not remedies:
+        return []
+    table = draw_table(cures.proposed_table(list(enumerate(remedies)), "remedies"))
+    errors = cures.prediction_errors(remedies, found.off)
+    return [table, *(Text(line, style="bright_black") for line in errors)]
 
 
 def computing(found: Diagnosis) -> list[str]:
@@ -367,30 +378,21 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "steps": ladder.steps,
         "seconds": ladder.seconds,
         "ended": ladder.ended,
-        "survey": _finite(asdict(ladder.survey)) if ladder.survey else None,
+        "survey": finite(asdict(ladder.survey)) if ladder.survey else None,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
         "savings": ladder.savings,
         "loader": ladder.loader,
         "facts": ladder.facts,
-        "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
-        "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
-        "causes": [_finite(asdict(cause)) for cause in found.causes],
-        "usual": [_finite(asdict(cause)) for cause in found.usual],
-        "unconfirmed": [_finite(asdict(cause)) for cause in found.unconfirmed],
+        "waterfall": finite(asdict(found.waterfall)) if found.waterfall else None,
+        "witnesses": [finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
+        "causes": [finite(asdict(cause)) for cause in found.causes],
+        "usual": [finite(asdict(cause)) for cause in found.usual],
+        "unconfirmed": [finite(asdict(cause)) for cause in found.unconfirmed],
         "lines": lines_as_json(found.lines),
         "notes": found.notes,
-        "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
-        "operators": _finite(operators.as_json(found.operators)),
-        **_finite(cures.as_json(found)),
+        "roofline": finite(asdict(found.roofline)) if found.roofline else None,
+        "operators": finite(operators.as_json(found.operators)),
+        **finite(cures.as_json(found)),
         "after": as_json(found.after) if found.after else None,
         "report": asdict(found.report),
     }
-
-
-def _finite(value: Any) -> Any:
-    """Replace floats that are not finite by None, because JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

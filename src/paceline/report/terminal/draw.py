@@ -2,96 +2,73 @@
 
 from collections.abc import Callable, Iterable
 
-from rich import table as rich_table
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.text import Text as RichText
+from rich.table import Table
+from rich.text import Text
 
+from .. import document as doc
 from ..console import PlainConsole, output_width
-from ..document import (
-    BETTER,
-    DOUBT,
-    FAILED,
-    GOOD,
-    LEAD,
-    LOW,
-    MUTED,
-    QUESTION,
-    STRONG,
-    TERMINAL,
-    WORSE,
-    Block,
-    Bullets,
-    Conclusion,
-    Document,
-    Heading,
-    Item,
-    Line,
-    Table,
-    Text,
-    parts_of,
-)
-from ..verdict.table import verdict_table
+from ..verdict.verdict import Verdict
 
 STYLES = {
-    LEAD: "bold",
-    STRONG: "bold",
-    MUTED: "bright_black",
-    DOUBT: "yellow",
-    GOOD: "green",
-    LOW: "bold red",
-    BETTER: "bold green",
-    WORSE: "bold red",
-    FAILED: "red",
-    QUESTION: "bold yellow",
+    doc.LEAD: "bold",
+    doc.STRONG: "bold",
+    doc.MUTED: "bright_black",
+    doc.DOUBT: "yellow",
+    doc.GOOD: "green",
+    doc.LOW: "bold red",
+    doc.BETTER: "bold green",
+    doc.WORSE: "bold red",
+    doc.FAILED: "red",
+    doc.QUESTION: "bold yellow",
 }
 
 
-def draw_panel(document: Document) -> Panel:
+def draw_panel(document: doc.Document) -> Panel:
     """Return a document in a frame with its title."""
     return Panel(Group(*draw_document(document)), title=document.title, expand=False)
 
 
-def print_panel(make: Callable[[int], Document]) -> None:
+def print_panel(make: Callable[[int], doc.Document]) -> None:
     """Print the document of a number of columns to standard output, in a frame."""
     console = PlainConsole(width=output_width())
     console.print(draw_panel(make(console.width)))
 
 
-def draw_document(document: Document) -> list[RenderableType]:
+def draw_document(document: doc.Document) -> list[RenderableType]:
     """Return the blocks of a document, with an empty line between the sections."""
     about = [_text(one) for one in document.about]
     drawn: list[RenderableType] = [line for line in about if line.plain]
-    for section, blocks in document.parts(TERMINAL):
-        drawn += [RichText()] if drawn else []
-        heading = _text(section.heading, STRONG)
+    for section, blocks in document.parts(doc.TERMINAL):
+        drawn += [Text()] if drawn else []
+        heading = _text(section.heading, doc.STRONG)
         drawn += [heading] if heading.plain else []
         drawn += draw(blocks)
     return drawn
 
 
-def draw(blocks: Iterable[Block]) -> list[RenderableType]:
+def draw(blocks: Iterable[doc.Block]) -> list[RenderableType]:
     """Return blocks as they are drawn in the terminal."""
     found: list[RenderableType] = []
     for block in blocks:
-        if isinstance(block, Table):
+        if isinstance(block, doc.Table):
             found.append(draw_table(block))
-        elif isinstance(block, Line):
+        elif isinstance(block, doc.Line):
             found.append(_text(block.text, block.style))
-        elif isinstance(block, Bullets):
+        elif isinstance(block, doc.Bullets):
             found += map(_text, block.sentences)
-        elif isinstance(block, Heading):
-            found.append(_text(block.text, STRONG))
-        elif isinstance(block, Item):
-            found += [_item(block), RichText()]
-        elif isinstance(block, Conclusion):
+        elif isinstance(block, doc.Heading):
+            found.append(_text(block.text, doc.STRONG))
+        elif isinstance(block, doc.Item):
+            found += [_item(block), Text()]
+        elif isinstance(block, doc.Conclusion):
             found.append(verdict_table(block.verdict))
     return found
 
 
-def _item(item: Item) -> RichText:
-    drawn = RichText()
-    drawn.append(item.label.text, STYLES.get(item.label.style)).append("  ")
+def _item(item: doc.Item) -> Text:
+    drawn = Text().append(item.label.text, STYLES.get(item.label.style)).append("  ")
     drawn.append_text(_text(item.text))
     for line in map(_text, item.lines):
         if line.plain:
@@ -99,20 +76,32 @@ def _item(item: Item) -> RichText:
     return drawn
 
 
-def draw_table(table: Table) -> rich_table.Table:
-    """Return a table without lines; text between right-aligned columns is not broken."""
-    space = 1 if table.is_dense else 2
-    drawn = rich_table.Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
+def draw_table(table: doc.Table) -> Table:
+    """Return a table without lines; only its last column is broken, if that has text."""
+    drawn = Table(box=None, pad_edge=False, padding=(0, 1 if table.is_dense else 2, 0, 0))
+    last = table.columns[-1]
     for column in table.columns:
-        justify: JustifyMethod = "right" if column.right else "left"
-        drawn.add_column(column.heading, justify=justify, no_wrap=column.right)
+        no_wrap = column.right or not (column is last or last.right)
+        drawn.add_column(
+            column.heading, justify="right" if column.right else "left", no_wrap=no_wrap
+        )
     for row in table.rows:
         drawn.add_row(*map(_text, row.cells), style=STYLES.get(row.style))
     return drawn
 
 
-def _text(text: Text, style: str = "") -> RichText:
-    drawn = RichText(style=STYLES.get(style, ""))
-    for part in parts_of(text, TERMINAL):
+def _text(text: doc.Text, style: str = "") -> Text:
+    drawn = Text(style=STYLES.get(style, ""))
+    for part in doc.parts_of(text, doc.TERMINAL):
         drawn.append(part.text, STYLES.get(part.style))
     return drawn
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Return the lines "Verdict", "Why" and "Next"; long ones continue under their sentence."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, sentence in verdict.lines():
+        table.add_row(label, Text(sentence, style="bold" if label == "Verdict" else ""))
+    return table

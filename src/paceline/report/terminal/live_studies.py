@@ -16,9 +16,8 @@ from ..console import PlainConsole
 from ..numbers import amount, counted, duration, elapsed
 from ..scaling.findings import Findings
 from ..scaling.study_document import study_document
-from ..tuning.tune_events import TuneListener
 from ..tuning.tuning_document import counts_line, head_line, trial_sentence, tuning_document
-from ..tuning.tuning_view import RUNNING, TrialRow, TuningView
+from ..tuning.tuning_view import RUNNING, TrialRow, TuneListener, TuningView
 from .draw import draw_panel
 
 REFRESHES_PER_S = 2

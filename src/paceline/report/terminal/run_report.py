@@ -3,45 +3,40 @@
 import io
 import os
 import sys
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.figures.mesh_axes import MeshAxis
 from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
-from ...analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
-from ..core_waits import core_wait_sentence
 from ..document import GOOD_EFFICIENCY
-from ..memory import memory_warnings, peak_sentence
-from ..noise_scale import noise_scale_sentence
+from ..document import Table as DocumentTable
+from ..exchange_tables import axes_table, blocks_table, exposed_blocks, halos_table, layers_table
 from ..numbers import amount, counted, duration, percent, size
-from ..pipelines import pipeline_sentences
-from ..sentences import outliers, sentence, troubles
-from ..sharded_blocks import (
-    LAYER_HEADINGS,
-    MAX_LISTED_BLOCKS,
-    block_cells,
-    by_exposed_time,
-    exposed_blocks,
+from ..sentences import (
+    core_wait_sentence,
+    memory_warnings,
+    noise_scale_sentence,
+    outliers,
+    peak_sentence,
+    pipeline_sentences,
+    sentence,
+    troubles,
 )
 from ..state_names import shown_states, state_name
 from ..verdict.of_run import verdict_of_run
-from ..verdict.table import verdict_table
 from . import step_work
+from .draw import draw_table, verdict_table
 from .roofline import draw_roofline
 
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_LISTED_GROUPS = 8
-AXIS_HEADINGS = (
-    *("axis", "ranks", "groups", "wait", "transfer", "hidden", "load balance", "wait eff."),
-    *("transfer eff.", "efficiency", "bytes a step"),
-)
 MAX_LISTED_KINDS = 4  # collectives of one group
 MAX_DESCRIBED_LOSSES = 3  # number of losses that are described in a sentence
 BACKGROUND, MIN_BACKGROUND = "background", 0.0005  # beside the states; the share that is shown
@@ -121,11 +116,11 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
                 _tree(report),
                 _efficiency_sparkline(report),
                 *_step_time_lines(report),
-                *_axes(report),
+                *_table(axes_table(report)),
                 *_groups(report),
-                *_sharded_blocks(report),
-                *_halos(report),
-                *_tensor_layers(report),
+                *_table(blocks_table(report), exposed_blocks(report)),
+                *_table(halos_table(report)),
+                *_table(layers_table(report)),
             ]
             parts += [*_losses(report), *_flops_and_roofline(report, width)]
         else:
@@ -288,24 +283,11 @@ def _uncapitalize(line: str) -> str:
     return line[0].lower() + line[1:]
 
 
-def _axes(report: Report) -> list[RenderableType]:
-    """Return the table of the axes of the mesh."""
-    if not report.axes:
+def _table(table: DocumentTable | None, lines: Sequence[str] = ()) -> list[RenderableType]:
+    """Return a table with sentences below it, and an empty line; nothing without a table."""
+    if table is None:
         return []
-    table = Table(box=None, pad_edge=False)
-    for heading in AXIS_HEADINGS:
-        table.add_column(heading, justify="left" if heading == AXIS_HEADINGS[0] else "right")
-    for axis in report.axes:
-        table.add_row(axis.name, *axis_cells(axis))
-    return [table, Text()]
-
-
-def axis_cells(axis: MeshAxis) -> list[str]:
-    """Return the cells of an axis, after its name."""
-    shares = (axis.wait, axis.transfer, axis.hidden, axis.load_balance)
-    efficiencies = (axis.wait_efficiency, axis.transfer_efficiency, axis.efficiency)
-    sent = "-" if axis.bytes_per_step is None else size(axis.bytes_per_step)
-    return [str(axis.extent), str(axis.groups), *map(percent, (*shares, *efficiencies)), sent]
+    return [draw_table(table), *(Text(f"{line}.") for line in lines), Text()]
 
 
 def _groups(report: Report) -> list[RenderableType]:
@@ -331,54 +313,6 @@ def _groups(report: Report) -> list[RenderableType]:
         )
         name = f"{counted(len(more), 'more group')} (--json)"
         table.add_row(name, "", *map(percent, sums), "mean of their ranks")
-    return [table, Text()]
-
-
-def _sharded_blocks(report: Report) -> list[RenderableType]:
-    """Return the gathers and reductions of the blocks with most exposed time."""
-    headings = ("sharded block", "size", "late in forward", "late in backward", "late reductions")
-    table = _modules(report.blocks, (*headings, "exposed per step"), KINDS, "block")
-    lines = [Text(f"{line}.") for line in exposed_blocks(report)]
-    return [*table, *lines, Text()] if table else []
-
-
-def _tensor_layers(report: Report) -> list[RenderableType]:
-    """Return the exchange of the layers of a tensor axis with most exposed time."""
-    table = _modules(report.layers, LAYER_HEADINGS, LAYER_KINDS, "layer")
-    return [*table, Text()] if table else []
-
-
-def _modules(
-    found: list[ShardedBlock], headings: tuple[str, ...], kinds: tuple[str, ...], word: str
-) -> list[RenderableType]:
-    if not found:
-        return []
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
-    blocks = by_exposed_time(found)
-    for block in blocks[:MAX_LISTED_BLOCKS]:
-        table.add_row(*block_cells(block, kinds))
-    if more := blocks[MAX_LISTED_BLOCKS:]:
-        rest = duration(sum(block.exposed_s() for block in more))
-        empty = ("",) * (len(headings) - 2)
-        table.add_row(f"{counted(len(more), f'more {word}')} (--json)", *empty, rest)
-    return [table]
-
-
-def _halos(report: Report) -> list[RenderableType]:
-    """Return the layers that wait longest for halos, in layouts that divide samples."""
-    if not report.halos:
-        return []
-    table = Table(box=None, pad_edge=False)
-    headings = ("halos of", "exchanges", "received, all ranks", "exposed")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
-    for one in report.halos[:MAX_LISTED_BLOCKS]:
-        table.add_row(one.name, str(one.exchanges), size(one.bytes), percent(one.exposed))
-    if more := report.halos[MAX_LISTED_BLOCKS:]:
-        rest = percent(sum(one.exposed for one in more))
-        table.add_row(f"{counted(len(more), 'more layer')} (--json)", "", "", rest)
     return [table, Text()]
 
 

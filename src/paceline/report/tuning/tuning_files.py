@@ -1,4 +1,4 @@
-"""A study of ``paceline tune`` as CSV, as JSON, and its best parameters as TOML."""
+"""A study of ``paceline tune`` as CSV, JSON and TOML, and for TensorBoard's HParams."""
 
 import csv
 import io
@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ...cost.machine.write_toml import dumps
+from ..numbers import counted, finite
 from .tuning_view import TrialRow, TuningView
 
 FORMAT, VERSION = "paceline-tune", 1
@@ -56,7 +58,7 @@ def json_text(view: TuningView) -> str:
         "trials": [_trial(row) for row in view.rows],
         "notes": list(view.notes),
     }
-    return json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite(tree), indent=1, allow_nan=False) + "\n"
 
 
 def best_text(view: TuningView) -> str:
@@ -117,9 +119,51 @@ def _trial(row: TrialRow) -> dict[str, Any]:
     }
 
 
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+def check_folder(folder: Path) -> None:
+    """Raise ValueError if the package is not installed, or the folder has files already."""
+    _writer()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"--tensorboard {folder} is not an empty folder: TensorBoard would show the trials of "
+            "both. HINT: name a new folder"
+        )
+
+
+def _writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "--tensorboard needs the package tensorboard, which is not installed. HINT: pip "
+            "install tensorboard; or --csv FILE"
+        ) from None
+    return SummaryWriter
+
+
+def write_hparams(view: TuningView, folder: Path) -> str:
+    """Write the trials that have a value; return what was written.
+
+    Raises:
+        ValueError: The package is not installed, or the folder has files already.
+        OSError: A file can't be written.
+    """
+    check_folder(folder)
+    make = _writer()
+    rows = [row for row in view.rows if row.values or row.last is not None]
+    for row in rows:
+        _write_trial(make, row, view, folder)
+    return f"{counted(len(rows), 'trial')} for TensorBoard"
+
+
+def _write_trial(make: Any, row: TrialRow, view: TuningView, folder: Path) -> None:
+    values = list(row.values) or [row.last or 0.0]
+    metrics = {
+        f"hparam/{name}": float(value)
+        for name, value in zip(view.metrics, values, strict=False)
+        if math.isfinite(value)
+    }
+    name = f"trial-{row.number:05}"
+    with make(log_dir=str(folder / name)) as writer:
+        writer.add_hparams(dict(row.parameters), metrics, run_name=".")
+        for step, value in sorted(row.intermediate.items()):
+            writer.add_scalar(view.metrics[0], value, step)

@@ -157,3 +157,25 @@ class TuningView:
     def parameters(self) -> list[str]:
         """Names of all parameters, in the order in which trials have them."""
         return list(dict.fromkeys(name for row in self.rows for name in row.parameters))
+
+
+class TuneListener:
+    """Receives what happens while a study runs. Does nothing itself."""
+
+    def study_started(self, view: TuningView) -> None:
+        """The study begins or is continued."""
+
+    def trial_started(self, row: TrialRow, view: TuningView) -> None:
+        """A trial was started, promoted or repeated."""
+
+    def trial_ended(self, row: TrialRow, view: TuningView) -> None:
+        """A trial ended or paused."""
+
+    def progress(self, view: TuningView) -> None:
+        """A trial has reported a value."""
+
+    def message(self, text: str) -> None:
+        """Something that the user should know."""
+
+    def study_ended(self, view: TuningView) -> None:
+        """The study is complete or interrupted."""

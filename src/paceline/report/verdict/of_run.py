@@ -8,10 +8,8 @@ from ...analyze.figures.losses import Loss
 from ...analyze.figures.report import Report
 from ...analyze.figures.stalls import STILL
 from ...analyze.memory.growth import MemoryGrowth
-from ..memory import first_end, memory_sentence
 from ..numbers import counted, duration, percent
-from ..pipelines import pipeline_remedy
-from ..sentences import doing, place, sentence
+from ..sentences import doing, first_end, memory_sentence, pipeline_remedy, place, sentence
 from ..state_names import state_name
 from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, rank_options, with_comment
 

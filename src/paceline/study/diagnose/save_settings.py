@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...knobs.settings import Setting, write_settings
 from ...report.numbers import percent
-from ...report.terminal.remedies import format_gain
+from ...report.remedies import format_gain
 from .diagnose import Diagnosis
 from .try_remedies import TrialResults
 

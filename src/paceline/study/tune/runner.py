@@ -16,8 +16,7 @@ import msgspec
 
 from ...launch.remote.forwarded_env import parse_env_options
 from ...record.trial_reports import VARIABLE, LineReader, Report, TrialRequest, read_lines
-from ...report.tuning.tune_events import TuneListener
-from ...report.tuning.tuning_view import COMPLETE, MAX, TrialRow, TuningView
+from ...report.tuning.tuning_view import COMPLETE, MAX, TrialRow, TuneListener, TuningView
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .command import CHECKPOINT, EPOCHS, FOLDER, RANKS, SEED, TRIAL
 from .machine import Machine, Seat

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ...launch.job import Job, check, preloads
 from ...launch.options import NodeOptions
-from ...report.tuning.tune_events import TuneListener
-from ...report.tuning.tuning_view import TuningView
+from ...report.tuning.tuning_view import TuneListener, TuningView
 from .journal import check_installed, full_disk_in_words
 from .machine import Machine, find_machine
 from .open_study import OpenStudy, begin_study, continue_study, fork_study, locked, read_study

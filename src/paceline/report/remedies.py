@@ -1,16 +1,13 @@
-"""Proposed and measured remedies of a diagnosis, as tables and as JSON."""
+"""Proposed and measured remedies of a diagnosis, as tables for terminal and page and as JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from ...analyze.diagnosis.ladder import Interval, Waterfall
-from ..numbers import percent
+from ..analyze.diagnosis.ladder import Interval, Waterfall
+from . import document as doc
+from .numbers import percent
 
 
 class Remedy(Protocol):
@@ -73,52 +70,81 @@ def how_to_apply(remedy: Remedy) -> str:
     return f"{where}{remedy.edit}" + "".join(f"; {one}" for one in besides)
 
 
-def render_proposed(
-    remedies: Sequence[Remedy], off: Mapping[str, PredictionError]
-) -> list[RenderableType]:
-    """Return the table of proposed remedies with their predicted gains.
+def proposed_table(remedies: Sequence[tuple[int, Remedy]], path: str) -> doc.Table:
+    """Return the proposed remedies with their predicted gains.
 
-    off: Errors of earlier predictions, by their source.
+    Args:
+        remedies: Each with its position in the JSON.
+        path: Where they are in the JSON.
     """
-    if not remedies:
-        return []
-    table = Table(box=None, pad_edge=False)
-    for heading in ("remedy", "predicted gain", "from", "how"):
-        table.add_column(heading, no_wrap=heading != "how")
-    for one in remedies:
+    rows = []
+    for number, one in remedies:
         sets = f"--try {one.knob}, or " if one.settable else ""
-        table.add_row(
-            f"  {set_to(one)}",
-            format_gain(one.gain),
-            one.source,
-            Text(f"{sets}{how_to_apply(one)}"),
-        )
-    accuracy = [
+        at = f"{path}.{number}"
+        code = [doc.Part(" ", where=doc.PAGE), doc.Part(one.code, doc.CODE, where=doc.PAGE)]
+        how: doc.Text = [f"{sets}{how_to_apply(one)}", *code * bool(one.code)]
+        source = doc.Part(one.source, figure=f"{at}.source")
+        rows.append(doc.Row([f"  {set_to(one)}", _gain(one.gain, f"{at}.gain"), source, how]))
+    columns = [
+        doc.Column("remedy", right=False, term="remedy"),
+        doc.Column("predicted gain", right=False, term="predicted gain"),
+        doc.Column("from", right=False, term="prediction"),
+        doc.Column("how", right=False),
+    ]
+    return doc.Table(columns, rows)
+
+
+def prediction_errors(remedies: Sequence[Remedy], off: Mapping[str, PredictionError]) -> list[str]:
+    """Return how far earlier predictions from the sources of these remedies were off."""
+    return [
         f"Predictions from {source} were off by {off[source].points:.1f} points "
         f"(median of {off[source].count})."
         for source in dict.fromkeys(one.source for one in remedies)
         if source in off
     ]
-    return [table, *(Text(line, style="bright_black") for line in accuracy)]
 
 
-def render_tried(tried: Any) -> list[RenderableType]:
-    """Return the table of tried remedies, with predicted and measured gains."""
+def tried_table(tried: Any) -> doc.Table | None:
+    """Return the tried remedies, with predicted and measured gains; None if none was tried."""
     if not tried.trials:
-        return [
-            Text(
-                "Paceline tried no remedy: no cause has one that it can set without a script edit."
-            )
+        return None
+    rows = []
+    for number, one in enumerate(tried.trials):
+        at = f"tried.{number}"
+        kept = doc.Part("kept", doc.GOOD) if one.kept else one.why
+        gains = (_gain(one.predicted, f"{at}.predicted"), _gain(one.gain, f"{at}.gain"))
+        rows.append(doc.Row([f"  {set_to(one.remedy)}", *gains, kept]))
+    columns = [
+        doc.Column("tried remedy", right=False, term="remedy"),
+        doc.Column("predicted gain", right=False, term="predicted gain"),
+        doc.Column("measured gain", right=False, term="measured gain"),
+        doc.Column("", right=False),
+    ]
+    return doc.Table(columns, rows)
+
+
+def _gain(gain: Interval | None, path: str) -> doc.Text:
+    """Return a gain, on a page with the parts that are in the JSON."""
+    if gain is None:
+        return "?"
+    shown: list[doc.Part] = [doc.Part(format_gain(gain), where=doc.TERMINAL)]
+    shown.append(doc.Part(_rise(gain.mean), figure=f"{path}.mean", where=doc.PAGE))
+    if math.isfinite(gain.low):
+        shown += [
+            doc.Part(" (", where=doc.PAGE),
+            doc.Part(_rise(gain.low), figure=f"{path}.low", where=doc.PAGE),
+            doc.Part(" to ", where=doc.PAGE),
+            doc.Part(_rise(gain.high), figure=f"{path}.high", where=doc.PAGE),
+            doc.Part(")", where=doc.PAGE),
         ]
-    table = Table(box=None, pad_edge=False)
-    for heading in ("tried remedy", "predicted gain", "measured gain", ""):
-        table.add_column(heading, no_wrap=bool(heading))
-    for one in tried.trials:
-        kept = Text("kept", style="green") if one.kept else Text(one.why)
-        table.add_row(
-            f"  {set_to(one.remedy)}", format_gain(one.predicted), format_gain(one.gain), kept
-        )
-    return [table, *(Text(line) for line in loss_changes(tried))]
+    return shown
+
+
+def _rise(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+NOTHING_TRIED = "Paceline tried no remedy: no cause has one that it can set without a script edit."
 
 
 def describe_confirmed(gain: Interval) -> str:
@@ -151,20 +177,15 @@ def loss_changes(tried: Any) -> list[str]:
     return lines
 
 
-def render_before_after(
-    before: Waterfall, after: Waterfall, names: Mapping[str, str]
-) -> RenderableType:
-    """Return a table of two waterfalls, as shares of a step's time."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("of a step's time")
-    for heading in ("before", "after"):
-        table.add_column(heading, justify="right")
+def before_after_table(before: Waterfall, after: Waterfall, names: Mapping[str, str]) -> doc.Table:
+    """Return two waterfalls, as shares of a step's time."""
+    rows = []
     for one in dict.fromkeys(bar.id for w in (before, after) for bar in w.bars):
         found = [w.of_step(one) for w in (before, after)]
-        table.add_row(f"  {names[one]}", *(percent(x.mean) if x else "" for x in found))
-    shares = (percent(w.reached) for w in (before, after))
-    table.add_row("  of the ideal", *shares)
-    return table
+        rows.append(doc.Row([f"  {names[one]}", *(percent(x.mean) if x else "" for x in found)]))
+    rows.append(doc.Row(["  of the ideal", percent(before.reached), percent(after.reached)]))
+    columns = [doc.Column("of a step's time", right=False), *map(doc.Column, ("before", "after"))]
+    return doc.Table(columns, rows)
 
 
 def as_json(found: Any) -> dict[str, Any]:
