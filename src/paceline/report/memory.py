@@ -1,7 +1,7 @@
 """Sentences about memory: its peak, and memory that grows."""
 
+from ..analyze.figures.memory import HOST, MemoryGrowth
 from ..analyze.figures.report import Report
-from ..analyze.memory.growth import HOST, MemoryGrowth
 from ..plurals import named_ranks
 from .numbers import duration, size
 

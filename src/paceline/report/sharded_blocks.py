@@ -4,7 +4,7 @@ terminal and the page."""
 from ..analyze.diagnosis.evidence import MIN_SHARE
 from ..analyze.figures.report import Report
 from ..analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
-from ..analyze.sharding.late_gathers import describe_blocks, exposed_s
+from ..analyze.sharding.sharded_model import describe_blocks, exposed_s
 from .numbers import duration, size
 
 MAX_LISTED_BLOCKS = 8

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
-from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.diagnosis.rungs import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, joined, percent
 from ..state_names import STATE_NAMES

@@ -16,9 +16,8 @@ from ..state_names import shown_states, state_name
 from ..terminal import step_work
 from ..terminal.run_report import AXIS_HEADINGS, EFFICIENCY_TREE, axis_cells, has_efficiency
 from ..verdict.of_run import verdict_of_run
-from . import captions
 from .roofline import chart
-from .series import series
+from .series import figures, series
 from .wording import achieved, largest_losses
 from .write_page import page
 
@@ -126,7 +125,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "exposed_blocks": exposed_blocks(report),
         "pipeline": pipeline_sentences(report),
         "outliers": [*troubles(report), *outliers(report)],
-        "caption": captions.of(report, charts),
+        "charts_in": {key: [] for key, *_ in _PARTS} | figures(report, charts),
         "worked": step_work.sentences(report),
         "reaches": step_work.reaches,
     }

@@ -5,9 +5,9 @@ from typing import Any
 
 from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.figures.losses import Loss
+from ...analyze.figures.memory import MemoryGrowth
 from ...analyze.figures.report import Report
 from ...analyze.figures.stalls import STILL
-from ...analyze.memory.growth import MemoryGrowth
 from ..memory import first_end, memory_sentence
 from ..numbers import counted, duration, percent
 from ..pipelines import pipeline_remedy
