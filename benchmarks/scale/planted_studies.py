@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import BIN, SCRIPTS, launch
 
 from paceline.analyze.records.load_run import load_run
-from paceline.analyze.scaling.runs.figures_of_run import figures_of_run
+from paceline.analyze.scaling.figures_of_run import figures_of_run
 from paceline.analyze.scaling.study_folder import (
     FORMAT,
     RECORD_FOLDER,

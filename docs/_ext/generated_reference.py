@@ -14,11 +14,12 @@ import typer
 from sphinx.application import Sphinx
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from paceline.analyze.verification.mistakes import MEANT, MISTAKES
+from paceline.analyze.diagnosis.table import CAUSES, INDICATORS
+from paceline.analyze.verification.find import MISTAKES
+from paceline.analyze.verification.mistakes import MEANT
 from paceline.cli import app as cli
 from paceline.knobs.registry import KNOBS, Knob
 from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
-from paceline.report.terminal.diagnose import NAMES as CAUSE_NAMES
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
 DEFAULT = re.compile(r"Default: (.+?)\.(?:\s+|$)")  # in the help of an option
@@ -169,6 +170,12 @@ def remedies() -> str:
     return "\n".join(_table("", ("cause", "remedies"), rows))
 
 
+def causes(group: str) -> str:
+    """Return a table of the causes of lost time of one group."""
+    rows = [(f"`{one.id}`", one.named_if) for one in CAUSES.values() if one.group == group]
+    return "\n".join(_table("", ("id", "named if"), rows))
+
+
 def mistakes() -> str:
     """Return a table of the mistakes that ``paceline verify`` names."""
     rows = [
@@ -211,7 +218,7 @@ def _label(key: str) -> str:
     """Return a key of DEFINITIONS as the page shows it."""
     cause = key.removeprefix("held by ")
     if cause != key:
-        return f"{CAUSE_NAMES[cause]} (in a diagnosis)"
+        return f"{INDICATORS[cause].title} (in a diagnosis)"
     return {"step_ms": "step (ms)"}.get(key, key)
 
 
@@ -231,8 +238,12 @@ def write_all(app: Sphinx) -> None:
     """Write every generated part whose text has changed."""
     folder = Path(app.srcdir, "reference", "generated")
     folder.mkdir(exist_ok=True)
-    for part in (commands, knobs, remedies, mistakes, meant, definitions):
-        path, text = folder / f"{part.__name__}.md", part()
+    parts = (commands, knobs, remedies, mistakes, meant, definitions)
+    texts = {part.__name__: part() for part in parts}
+    groups = dict.fromkeys(one.group for one in CAUSES.values())
+    texts |= {f"causes_{group}": causes(group) for group in groups}
+    for name, text in texts.items():
+        path = folder / f"{name}.md"
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
 

@@ -6,7 +6,7 @@ import pytest
 import ranks
 
 from paceline.analyze.records.load_run import load_run
-from paceline.analyze.scaling.runs.figures_of_run import figures_of_run
+from paceline.analyze.scaling.figures_of_run import figures_of_run
 from paceline.knobs.settings import Setting, write_settings
 
 PLAIN = """

@@ -9,7 +9,7 @@ import ranks
 from torch.utils.data import DistributedSampler
 
 from paceline import data
-from paceline.analyze.verification.replay import Replay
+from paceline.analyze.verification.replayed_steps import ReplayedSteps
 from paceline.analyze.verification.steps import joint_steps
 from paceline.observe.facts.ranks import RankFacts
 from paceline.observe.facts.samples import Phase
@@ -491,7 +491,7 @@ def test_gradients_that_autograd_returns(tmp_path):
     (alone,), _ = observe(tmp_path / "alone", RETURNED, size=1)
 
     def compared():
-        own = Replay(every, alone, None, has_own_batches=True)
+        own = ReplayedSteps(every, alone, None, has_own_batches=True)
         return [own.joint(step) is not None for step in joint_steps(every)]
 
     assert all(compared()[:2])

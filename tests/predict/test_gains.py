@@ -2,16 +2,15 @@
 
 import dataclasses
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rungs import STEP, rung
 
-import paceline
 from paceline.analyze.diagnosis.causes import Cause, Evidence
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
-from paceline.analyze.diagnosis.ladder import Interval, waterfall
+from paceline.analyze.diagnosis.rungs import Interval, waterfall
+from paceline.analyze.diagnosis.table import CAUSES
 from paceline.predict import history
 from paceline.predict.gains import GAINS, HANDOVER_SHARE
 from paceline.predict.history import Pair
@@ -180,14 +179,6 @@ def test_prediction_errors_are_saved_in_history(tmp_path, monkeypatch):
     assert "these predictions are not remembered" in history.append(pairs)
 
 
-CAUSES_PAGE = Path(paceline.__file__).parents[2] / "docs/reference/causes.md"
-CAUSE_IDS = sorted(
-    name
-    for row in re.findall(
-        r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", CAUSES_PAGE.read_text(), re.MULTILINE
-    )
-    for name in re.findall(r"`([a-z-]+)`", row)
-)
 # A call, an assignment or option, a command, or a verb in the imperative.
 ACTION = re.compile(
     r"\w\(|\w=|--\w|\bpaceline [a-z]|^(call|do|double|evaluate|execute|end|give|measure|read|"
@@ -195,7 +186,7 @@ ACTION = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", CAUSE_IDS)
+@pytest.mark.parametrize("name", CAUSES)
 def test_every_cause_has_a_remedy_with_an_action_and_a_prediction(name):
     used = {"one thread": rung(0.07), "everything": rung(starting=0.4)}
     g, loader = GradientSync(4, 4, 8, 1 << 20, 0, 0), loading(0.02, workers=2)

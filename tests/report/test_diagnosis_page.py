@@ -18,19 +18,19 @@ from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 from rich.console import Console
 
-from paceline.analyze.diagnosis.causes import MIN_SHARE, RULES, Cause, Witness
-from paceline.analyze.diagnosis.ladder import Interval, RungResult, waterfall
+from paceline.analyze.diagnosis.causes import MIN_SHARE, Cause, Witness
 from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
 from paceline.analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
-from paceline.analyze.diagnosis.survey import RareEvent, Survey
+from paceline.analyze.diagnosis.rare_events import RareEvent, Survey
+from paceline.analyze.diagnosis.remedy import Remedy
+from paceline.analyze.diagnosis.rungs import Interval, RungResult, waterfall
+from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.operator_file import MachineLimits, OperatorRow
 from paceline.predict.history import PredictionError
-from paceline.predict.remedies import Remedy
-from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.diagnosis_page import chart, diagnosis
-from paceline.report.terminal.diagnose import NAMES, as_json
+from paceline.report.terminal.diagnose import as_json
 from paceline.report.terminal.diagnose import render as in_terminal
 from paceline.study.diagnose.diagnose import Diagnosis
 from paceline.study.diagnose.ladder_results import WORDS, Ladder
@@ -232,7 +232,7 @@ def test_survey_is_shown(tmp_path, opened):
 
 def test_hostile_names_are_shown_as_text_on_narrow_screen(tmp_path, opened):
     line = LINE | {"code": HOSTILE, "file": HOSTILE, "function": HOSTILE}
-    cause = Cause(HOSTILE, 0.3, (0.2, 0.4), HOSTILE, {HOSTILE: HOSTILE, "lines": [line]})
+    cause = Cause("line", 0.3, (0.2, 0.4), HOSTILE, {HOSTILE: HOSTILE, "lines": [line]})
     told = found(
         tmp_path / "run",
         host=HOSTILE,
@@ -245,7 +245,7 @@ def test_hostile_names_are_shown_as_text_on_narrow_screen(tmp_path, opened):
     drawn(page, "waterfall")
     for summary in page.locator("summary").all():
         summary.click()
-    assert page.inner_text("[data-figure='causes.0.id']") == HOSTILE
+    assert page.inner_text("[data-figure='causes.0.id']") == "line"
     assert HOSTILE in page.inner_text(".lead")
     assert page.locator(".evidence").first.locator("code").last.inner_text() == HOSTILE
     assert page.inner_text("[data-figure='report.places.0.host']") == f"{HOSTILE}0"
@@ -266,17 +266,13 @@ def test_hostile_names_are_shown_as_text_on_narrow_screen(tmp_path, opened):
     assert page.evaluate(CONTRAST) == []
 
 
-def test_every_cause_name_has_a_definition():
-    assert all(f"held by {name}" in DEFINITIONS for name in NAMES)
-
-
 def test_every_witness_has_a_label(tmp_path):
     told = found(tmp_path / "run")
-    every = dataclasses.replace(told, witnesses=[Witness(name, None, 0.1) for name in RULES])
+    every = dataclasses.replace(told, witnesses=[Witness(name, None, 0.1) for name in INDICATORS])
     console = Console(file=io.StringIO(), width=100)
     console.print(in_terminal(every, 100))
     lines = console.file.getvalue().splitlines()
-    assert sum(line.rstrip().endswith("10.0 %") for line in lines) == len(RULES)
+    assert sum(line.rstrip().endswith("10.0 %") for line in lines) == len(INDICATORS)
     assert "other programs" in diagnosis(every, WORDS)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.analyze.diagnosis.ladder import Interval
+from paceline.analyze.diagnosis.rungs import Interval
 from paceline.study.diagnose.try_remedies import MICRO_UNCERTAINTY, combine_predictions
 
 

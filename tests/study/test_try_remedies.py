@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import ranks
 
-from paceline.analyze.diagnosis.ladder import Interval
+from paceline.analyze.diagnosis.remedy import Remedy
+from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
 from paceline.predict import history
-from paceline.predict.remedies import Remedy
 from paceline.study.diagnose import diagnose as diagnose_module
 from paceline.study.diagnose import ladder, paired_runs
 from paceline.study.diagnose import try_remedies as trials_module

@@ -1,6 +1,6 @@
 """Synthetic results of the rungs of a ladder."""
 
-from paceline.analyze.diagnosis.ladder import RungResult
+from paceline.analyze.diagnosis.rungs import RungResult
 
 STEP = 0.1  # seconds of a step with all parts
 USED = {

@@ -1,14 +1,11 @@
-"""Apply the knobs in a rank before its script runs, and report the result of each."""
+"""The result of one knob in a rank."""
 
 import functools
-import json
 import os
-from importlib import import_module
 from typing import Any, ClassVar
 
 from ..observe.attach import update_header
 from ..record.ring.launcher_messages import notify
-from .registry import KNOBS, VARIABLE
 
 
 class KnobResult:
@@ -56,10 +53,3 @@ class KnobResult:
     def _say(self, text: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             notify(f"paceline: {text}\n")
-
-
-def apply_knobs() -> None:
-    """Apply the settings of this process; called after the recorder has installed its hooks."""
-    for name, value in json.loads(os.environ.get(VARIABLE) or "{}").items():
-        module, _, function = KNOBS[name].hook.partition(":")
-        getattr(import_module(f"paceline.{module}"), function)(value, KnobResult(name))

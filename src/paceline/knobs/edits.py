@@ -3,7 +3,7 @@
 These are the remedies of causes for which no setting exists. ``registry.KNOBS`` contains them.
 """
 
-from .knob import Knob
+from .knob import ALL, HALF, LADDER, RECORD, Knob, Share
 
 _INPUT = ("input", "input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth")
 _DIVIDES_LAYERS = r"\btp\d|\btp=|\.distribute\("
@@ -26,6 +26,7 @@ EDITS: dict[str, Knob] = {
         "part of it; without such code: paceline check, and end other programs on its cores",
         looks_for=r"^\s*(el)?if .*rank\w*(\(\))?\s*(==|>|<|!=|in\b|%)|^\s*(el)?if .*is_main",
         effort=2,
+        saves=Share(ALL, LADDER),
     ),
     "tensor-axis": Knob(
         "the tensor axis has fewer ranks, and the data axis more",
@@ -41,6 +42,7 @@ EDITS: dict[str, Knob] = {
         "evaluate half as often, or on half of the validation samples",
         looks_for=_EVALUATES,
         costs="fewer points of the validation curve",
+        saves=Share(HALF, LADDER),
     ),
     "collect-rarely": Knob(
         "Python's garbage collector does not run in each step",
@@ -49,6 +51,7 @@ EDITS: dict[str, Knob] = {
         "gc.collect() after many steps",
         looks_for=r"\bgc\.collect\(",
         costs="memory of unreachable objects until the next collection",
+        saves=Share(ALL, LADDER),
     ),
     "edit-operators": Knob(
         "operators inside the model are avoided, or computed by a faster one",
@@ -72,6 +75,7 @@ EDITS: dict[str, Knob] = {
         ("synchronisation",),
         "call barrier, .item() and print only every 100th step, or leave the value on the device",
         looks_for=r"barrier\(|\.item\(|\bprint\(|\.cpu\(",
+        saves=Share(ALL, RECORD),
     ),
     "rarer-metrics": Knob(
         "metrics are exchanged together and less often",
@@ -80,6 +84,7 @@ EDITS: dict[str, Knob] = {
         "pass async_op=True and wait in the next step",
         looks_for=r"\b(all_reduce|all_gather|reduce|gather|broadcast)\w*\(",
         costs="metrics are known less often",
+        saves=Share(ALL, RECORD),
     ),
     "tensors-not-objects": Knob(
         "tensors are exchanged instead of Python objects",
@@ -88,12 +93,14 @@ EDITS: dict[str, Knob] = {
         "objects, or exchange objects every N steps only",
         looks_for=r"_object(_list)?\(",
         effort=2,
+        saves=Share(ALL, RECORD),
     ),
     "end-other-programs": Knob(
         "no other program uses the cores of the job",
         ("noisy-machine",),
         "end the other programs (top shows them), or request the nodes exclusively (Slurm: "
         "--exclusive)",
+        saves=Share(ALL, RECORD),
     ),
     "even-steps": Knob(
         "ranks have the same work in each step, and a core of their own",
@@ -101,6 +108,7 @@ EDITS: dict[str, Knob] = {
         "run with paceline run --bind core, leave one core of each node free, and give all ranks "
         "batches with the same number of elements",
         effort=2,
+        saves=Share(ALL, RECORD, is_limit=True),
     ),
     "spread-ranks": Knob(
         "fewer ranks share a node",
@@ -109,6 +117,7 @@ EDITS: dict[str, Knob] = {
         "ranks with more threads each (paceline run -n N --threads T)",
         costs="more communication between nodes",
         effort=3,
+        saves=Share(ALL, LADDER, is_limit=True),
     ),
     "more-cores": Knob(
         "ranks may use all cores that they need",
@@ -123,6 +132,8 @@ EDITS: dict[str, Knob] = {
         "torch.utils.checkpoint.checkpoint(), or request more memory (Slurm: --mem=SIZE)",
         looks_for=r"\bDataLoader\(|batch_size",
         effort=2,
+        saves=Share(ALL, RECORD),
+        is_edited_elsewhere=True,
     ),
     "replace-host": Knob(
         "another node takes the place of the slow one",
@@ -130,5 +141,6 @@ EDITS: dict[str, Knob] = {
         "measure the nodes (paceline check -H host1,host2), and exclude the slow one from the "
         "allocation (Slurm: --exclude=HOST)",
         effort=2,
+        saves=Share(ALL, RECORD),
     ),
 }

@@ -5,27 +5,48 @@ A knob is set without an edit of the script if that is safe; otherwise the scrip
 them.
 """
 
+import json
+import os
+from importlib import import_module
+
 from ..cost.layout import SCHEDULES
+from . import accumulate, compute, ddp, learning_rate, nccl, process
+from .apply import KnobResult
 from .edits import EDITS
+from .knob import (
+    ALL,
+    FORMULA,
+    HALF,
+    LADDER,
+    ON,
+    RECORD,
+    Choice,
+    LayoutText,
+    ModuleNames,
+    Range,
+    Share,
+    Tried,
+)
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
-from .sharded import SHARDED
-from .value_types import ON, Choice, LayoutText, ModuleNames, Range
+from .layouts import pipelines, requested
+from .loading import batch, loader
 
 # Each is a communication hook, and DDP accepts only one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
 
 VARIABLE = "PACELINE_SETTINGS"  # passes knobs and their values to a rank, as JSON
 
-_LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
 _HAS_STAGES = r"\bpp\d|\bpp=|\.distribute\("
+_SHARDS = r"\bfully_shard\(|\.distribute\("
+_LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
 
 KNOBS: dict[str, Knob] = {
     "loader-workers": Knob(
         "number of loader worker processes for each rank",
         _LOADING,
         "DataLoader(num_workers={value}, persistent_workers=True)",
-        "knobs.loading.loader:workers",
+        loader.workers,
         Range(1, 64),
         r"\bDataLoader\(",
         "memory for a copy of the dataset's Python objects in each process; different "
@@ -35,7 +56,7 @@ KNOBS: dict[str, Knob] = {
         "loader workers continue in the next epoch",
         ("loader-start", *_LOADING),
         "DataLoader(persistent_workers=True)",
-        "knobs.loading.loader:persistent",
+        loader.persistent,
         ON,
         r"\bDataLoader\(",
         "memory of the workers between epochs",
@@ -44,7 +65,7 @@ KNOBS: dict[str, Knob] = {
         "number of batches that each loader worker prefetches",
         _LOADING,
         "DataLoader(prefetch_factor={value})",
-        "knobs.loading.loader:prefetch",
+        loader.prefetch,
         Range(1, 64),
         r"\bDataLoader\(",
         "memory for these batches",
@@ -53,7 +74,7 @@ KNOBS: dict[str, Knob] = {
         "samples of a batch on all ranks together; the learning rate is not changed",
         (),
         "world.shard(loader, global_batch={value}), or DataLoader(batch_size={value} / ranks)",
-        "knobs.loading.batch:global_batch",
+        batch.global_batch,
         Range(1, 1 << 40),
         r"\bDataLoader\(|\bshard\(",
         numbers=True,
@@ -62,7 +83,7 @@ KNOBS: dict[str, Knob] = {
         "factor of the number of batches whose gradients world.distribute accumulates for a step",
         (),
         "world.distribute(model, optimizer, accumulate={value})",
-        "knobs.loading.batch:accumulate",
+        batch.accumulate,
         Range(1, 4096),
         r"\bdistribute\(",
         numbers=True,
@@ -71,7 +92,7 @@ KNOBS: dict[str, Knob] = {
         "factor of the learning rates of all optimizers, in every step",
         (),
         "optimizer.param_groups[i]['lr'] *= {value}, and the same in the base rates of schedulers",
-        "knobs.learning_rate:factor",
+        learning_rate.factor,
         Range(1e-6, 1e6, whole=False),
         r"\blr=",
         numbers=True,
@@ -80,7 +101,7 @@ KNOBS: dict[str, Knob] = {
         "batches are in pinned memory, from which a GPU copies asynchronously",
         _LOADING,
         "DataLoader(pin_memory=True), and .to(device, non_blocking=True)",
-        "knobs.loading.loader:pinned",
+        loader.pinned,
         ON,
         r"\bDataLoader\(",
         "node memory that cannot be swapped",
@@ -90,9 +111,10 @@ KNOBS: dict[str, Knob] = {
         ("bucket-size",),
         "DistributedDataParallel(bucket_cap_mb={value}); paceline run --tune-exchange finds the "
         "best value for a script",
-        "knobs.ddp:bucket",
+        ddp.bucket,
         Range(0.1, 4096, whole=False),
         r"\b(DistributedDataParallel|DDP)\(",
+        saves=Tried(25.0),
     ),
     "exchange": Knob(
         'backend of collectives on CPUs: "paceline" uses shared memory within a node, and one '
@@ -133,7 +155,7 @@ KNOBS: dict[str, Knob] = {
         "algorithm of NCCL's collectives, instead of the one that NCCL selects",
         ("exchange-bandwidth", "exchange-latency"),
         "NCCL_ALGO={value} in the environment",
-        "knobs.nccl:algorithm",
+        nccl.algorithm,
         Choice(("Ring", "Tree")),
         costs="time for messages of other sizes; an error if NCCL does not have this algorithm",
     ),
@@ -141,7 +163,7 @@ KNOBS: dict[str, Knob] = {
         "protocol of NCCL's collectives, instead of the one that NCCL selects",
         ("exchange-bandwidth", "exchange-latency"),
         "NCCL_PROTO={value} in the environment",
-        "knobs.nccl:protocol",
+        nccl.protocol,
         Choice(("LL", "LL128", "Simple")),
         costs="time for messages of other sizes; an error if NCCL does not have this protocol",
     ),
@@ -149,7 +171,7 @@ KNOBS: dict[str, Knob] = {
         "minimum number of NCCL's channels",
         ("exchange-bandwidth",),
         "NCCL_MIN_NCHANNELS={value} in the environment",
-        "knobs.nccl:channels",
+        nccl.channels,
         Range(1, 64),
         costs="multiprocessors of the GPU, which then do not compute",
     ),
@@ -157,35 +179,38 @@ KNOBS: dict[str, Knob] = {
         "gradients are views of DDP's buckets, without copies",
         ("exchange-bandwidth", "bucket-size"),
         "DistributedDataParallel(gradient_as_bucket_view=True)",
-        "knobs.ddp:views",
+        ddp.views,
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
+        saves=Tried(),
     ),
     "unused-search-off": Knob(
         "DDP does not search for unused parameters",
         ("unused-parameter-search",),
         "DistributedDataParallel(find_unused_parameters=False)",
-        "knobs.ddp:no_search",
+        ddp.no_search,
         ON,
         r"find_unused_parameters",
         "an error as soon as a parameter is unused",
+        saves=Share(ALL, RECORD),
     ),
     "buffers-off": Knob(
         "DDP does not broadcast the model's buffers before each forward",
         ("buffer-broadcast",),
         "set broadcast_buffers = False on the model that DistributedDataParallel() returns",
-        "knobs.ddp:no_buffers",
+        ddp.no_buffers,
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "running statistics of BatchNorm differ between ranks: each rank evaluates with those of "
         "its own batches, and a checkpoint has those of rank 0",
         numbers=True,
+        saves=Share(ALL, RECORD),
     ),
     "accumulate-locally": Knob(
         "only the last backward of an optimizer step synchronizes gradients",
         ("accumulation-exchange",),
         "with model.no_sync(): around all backwards of an optimizer step except the last",
-        "knobs.accumulate:locally",
+        accumulate.locally,
         ON,
         r"\.backward\(",
     ),
@@ -193,23 +218,25 @@ KNOBS: dict[str, Knob] = {
         "DDP sends gradients as bfloat16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
-        "knobs.ddp:as_bf16",
+        ddp.as_bf16,
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "precision: gradients are rounded to 8 significant bits",
         numbers=True,
         excludes=LESS,
+        saves=Tried(),
     ),
     "compress-fp16": Knob(
         "DDP sends gradients as float16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
-        "knobs.ddp:as_fp16",
+        ddp.as_fp16,
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "precision: gradients are rounded to 11 significant bits, and those above 65,504 overflow",
         numbers=True,
         excludes=LESS,
+        saves=Tried(),
     ),
     "compress-powersgd": Knob(
         "rank of the low-rank approximation of gradient matrices (PowerSGD); the rest is "
@@ -250,7 +277,7 @@ KNOBS: dict[str, Knob] = {
         "number of compute threads for each rank; overrides the script",
         ("too-many-threads",),
         "torch.set_num_threads({value}), or paceline run --threads {value}",
-        "knobs.process:threads",
+        process.threads,
         Range(1, 1024),
         r"set_num_threads\(|OMP_NUM_THREADS",
     ),
@@ -258,7 +285,7 @@ KNOBS: dict[str, Knob] = {
         "Paceline ignores the core binding that the script sets; the launcher's binding applies",
         ("binding",),
         "remove os.sched_setaffinity, and use paceline run --bind core",
-        "knobs.process:unbound",
+        process.unbound,
         ON,
         r"sched_setaffinity|cpu_affinity",
     ),
@@ -266,7 +293,7 @@ KNOBS: dict[str, Knob] = {
         "glibc keeps freed memory for later allocations (mallopt)",
         ("allocator",),
         "set MALLOC_TOP_PAD_, MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment",
-        "knobs.process:kept",
+        process.kept,
         ON,
         costs="memory of a rank stays at its peak",
         excludes=("jemalloc",),
@@ -275,7 +302,7 @@ KNOBS: dict[str, Knob] = {
         "jemalloc replaces the memory allocator, and keeps freed memory",
         ("allocator",),
         "LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1",
-        "knobs.process:jemalloc",
+        process.jemalloc,
         ON,
         costs="memory of a rank stays at its peak; each rank starts a separate interpreter",
         excludes=("keep-memory",),
@@ -284,15 +311,16 @@ KNOBS: dict[str, Knob] = {
         "large tensors use huge pages: 512 times fewer page faults",
         ("allocator",),
         "THP_MEM_ALLOC_ENABLE=1 in the environment",
-        "knobs.process:huge_pages",
+        process.huge_pages,
         ON,
         costs="memory of pages that tensors fill only in part",
+        saves=Tried(),
     ),
     "layout": Knob(
         "layout of the models of world.distribute over the ranks",
         (),
         "world.distribute(model, optimizer, layout='{value}')",
-        "knobs.layouts.requested:set_layout",
+        requested.set_layout,
         LayoutText(),
         r"\bdistribute\(",
         "with a sharded layout, communication for parameters",
@@ -301,7 +329,7 @@ KNOBS: dict[str, Knob] = {
         "number of micro-batches into which a pipeline divides a batch",
         ("pipeline-bubble",),
         "set micro-batches={value} in the layout",
-        "knobs.layouts.pipelines:set_micro_batches",
+        pipelines.set_micro_batches,
         Range(1, 4096),
         _HAS_STAGES,
         "smaller micro-batches use a core or a GPU less well; batch normalization normalizes "
@@ -311,7 +339,7 @@ KNOBS: dict[str, Knob] = {
         "order of the forwards and backwards in a pipeline",
         ("pipeline-bubble",),
         "set schedule={value} in the layout, or schedule=auto, which measures it",
-        "knobs.layouts.pipelines:set_schedule",
+        pipelines.set_schedule,
         Choice(SCHEDULES),
         _HAS_STAGES,
         "memory for the gradients of micro-batches whose parameters' part comes later",
@@ -320,7 +348,7 @@ KNOBS: dict[str, Knob] = {
         "names of the modules with which the stages of a pipeline after the first one begin",
         ("pipeline-bubble",),
         "world.distribute(model, optimizer, balance='{value}')",
-        "knobs.layouts.pipelines:set_balance",
+        pipelines.set_balance,
         ModuleNames(),
         _HAS_STAGES,
     ),
@@ -341,12 +369,13 @@ KNOBS: dict[str, Knob] = {
         "model.to(memory_format=torch.channels_last), and the same for the images",
         "knobs.channels_last:channels_last",
         ON,
+        saves=Share(ALL, LADDER),
     ),
     "autocast-bf16": Knob(
         "forward and backward compute in bfloat16 where that is safe (autocast)",
         (COMPUTING,),
         "with torch.autocast(device, torch.bfloat16): around the forward",
-        "knobs.compute:autocast",
+        compute.autocast,
         ON,
         r"\bmodel\(",
         "precision: matrices are rounded to 8 significant bits",
@@ -357,7 +386,7 @@ KNOBS: dict[str, Knob] = {
         "products of float32 matrices use fewer bits (TF32 on GPUs)",
         (COMPUTING,),
         'torch.set_float32_matmul_precision("{value}")',
-        "knobs.compute:products",
+        compute.products,
         Choice(("high", "medium")),
         r"set_float32_matmul_precision",
         'precision: factors are rounded to 11 ("high") or 8 ("medium") significant bits',
@@ -368,7 +397,7 @@ KNOBS: dict[str, Knob] = {
         "the model is compiled: adjacent operations are fused",
         (COMPUTING,),
         "model.compile()",
-        "knobs.compute:compiled",
+        compute.compiled,
         ON,
         costs="up to minutes in the first step, and again for inputs of other shapes",
     ),
@@ -378,6 +407,7 @@ KNOBS: dict[str, Knob] = {
         "use float32 where its precision is sufficient",
         looks_for=r"float64|\.double\(|torch\.double",
         numbers=True,
+        saves=Share(ALL, FORMULA),
     ),
     "ddp": Knob(
         "gradients are synchronized during the backward",
@@ -397,6 +427,7 @@ KNOBS: dict[str, Knob] = {
         "use multiprocessing instead of threading, or a library that releases the GIL",
         looks_for=r"Thread\(",
         effort=3,
+        saves=Share(ALL, RECORD),
     ),
     "validate-on-all": Knob(
         "each rank validates a part of the data",
@@ -412,6 +443,7 @@ KNOBS: dict[str, Knob] = {
         "torch.distributed.checkpoint.async_save, or world.epochs(checkpoint=...)",
         looks_for=r"\bsave\w*\(",
         costs="memory for a copy of the state",
+        saves=Share(ALL, LADDER),
     ),
     "rarer-checkpoint": Knob(
         "checkpoints are written half as often",
@@ -420,6 +452,7 @@ KNOBS: dict[str, Knob] = {
         "saves before a time limit)",
         looks_for=r"\bsave\w*\(",
         costs="more steps to repeat after a failure",
+        saves=Share(HALF, LADDER),
     ),
     "larger-batch": Knob(
         "batches of twice the size, with half as many gradient synchronizations per sample",
@@ -429,6 +462,8 @@ KNOBS: dict[str, Knob] = {
         costs="more samples until the same loss if batches exceed the gradient noise scale; memory "
         "for activations",
         numbers=True,
+        saves=Share(HALF, FORMULA),
+        is_edited_elsewhere=True,
     ),
     "pack": Knob(
         "samples are in a few large files, and threads make the batches",
@@ -437,6 +472,7 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"\bDataLoader\(",
         costs="space for a second copy of the samples",
         effort=3,
+        saves=Share(HALF, FORMULA),
     ),
     "stage": Knob(
         "samples are on node-local storage",
@@ -455,6 +491,7 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"\bDataLoader\(|\bLoader\(",
         costs="space for a second copy of the samples",
         effort=3,
+        saves=Share(ALL, RECORD, is_limit=True),
     ),
     "edit-line": Knob(
         "the line that takes the time is changed, or is executed less often",
@@ -475,6 +512,7 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"Sampler\(|\bDataLoader\(",
         numbers=True,
         effort=3,
+        saves=Share(ALL, LADDER),
     ),
     "leave-host-out": Knob(
         "the slow node is not used",
@@ -483,6 +521,52 @@ KNOBS: dict[str, Knob] = {
         numbers=True,
         effort=3,
     ),
-    **SHARDED,
+    "sharded-prefetch": Knob(
+        "number of blocks of a sharded model that are gathered ahead, in forward and in backward",
+        ("sharded-exchange",),
+        "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch of each block, with "
+        "the next {value} blocks",
+        "parallel.sharded.prefetch:set_prefetch",
+        Range(1, 16),
+        _SHARDS,
+        "memory for these blocks; a gather without use for each block that a forward leaves out",
+    ),
+    "sharded-keep-gathered": Knob(
+        "blocks of a sharded model stay gathered between forward and backward",
+        ("sharded-exchange",),
+        'fully_shard(reshard_after_forward=False), or world.distribute(layout="zero2")',
+        "parallel.sharded.prefetch:set_keep_gathered",
+        ON,
+        _SHARDS,
+        "memory for all parameters on each rank",
+    ),
+    "sharded-blocks": Knob(
+        "blocks of a sharded model have another size",
+        ("sharded-exchange",),
+        "{value}",
+        looks_for=_SHARDS,
+        is_edited_elsewhere=True,
+    ),
+    "data-parallel": Knob(
+        "the model is not sharded",
+        ("sharded-exchange",),
+        "{value}",
+        looks_for=_SHARDS,
+        costs="memory for parameters, gradients and optimizer states of the whole model on each "
+        "rank",
+        effort=2,
+        is_edited_elsewhere=True,
+    ),
     **EDITS,
 }
+
+
+def apply_knobs() -> None:
+    """Apply the settings of this process; called after the recorder has installed its hooks."""
+    for name, value in json.loads(os.environ.get(VARIABLE) or "{}").items():
+        hook = KNOBS[name].hook
+        if isinstance(hook, str):
+            module, _, function = hook.partition(":")
+            hook = getattr(import_module(f"paceline.{module}"), function)
+        assert hook is not None
+        hook(value, KnobResult(name))

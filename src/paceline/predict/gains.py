@@ -11,12 +11,12 @@ from typing import Any
 
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
-from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
-from ..analyze.figures.pipeline import PipelineFigures
-from ..cost.pipeline import idle_share
-from . import sharded
-from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
+from ..analyze.diagnosis.rungs import Interval
+from ..knobs.knob import ALL, Share, Tried
+from ..knobs.registry import KNOBS
+from . import layout_gains
+from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving, scaled
 
 MAX_WORKERS = 16  # loader workers per rank
 WORKER_TIME_SHARE = (
@@ -25,152 +25,6 @@ WORKER_TIME_SHARE = (
 PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
 HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
 MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
-
-
-# Predict the savings of remedies for the exchange of a tensor axis.
-
-
-def smaller_axis(e: Evidence, cause: Cause) -> Saving | None:
-    """Predict the saving with the next smaller number of ranks on the tensor axis.
-
-    The bytes that cross a link are those of an all-reduce: 2 (p - 1) / p of the tensor. An axis on
-    several nodes gets the ranks of one node.
-    """
-    extent, hosts = int(cause.evidence.get("extent", 2)), int(cause.evidence.get("hosts", 1))
-    if hosts > 1 and extent % hosts == 0:
-        fewer = extent // hosts
-    else:
-        fewer = max(n for n in range(1, extent) if extent % n == 0)
-    axis = f"tp{fewer}" if fewer > 1 else "without tp"
-    more = f"{extent // fewer} times as many data ranks"
-    edit = f"set a layout {axis} in place of tp{extent}, with {more}"
-    part = 1 - ((fewer - 1) / fewer) / ((extent - 1) / extent)
-    low, high = cause.interval
-    # low: the all-reduces of gradients, between more data ranks, take what this one saves
-    return Saving(edit, Interval(part * cause.share, min(0.0, part * low), part * high), FORMULA)
-
-
-def split_sequence(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose parts of the sequence where ranks exchange by all-reduces."""
-    if cause.evidence.get("collective") != "all-reduce":
-        return None
-    return Saving(True, None, TRIED)
-
-
-# Predict the savings of remedies for the bubble of a pipeline, by its formula.
-
-DATA = "data"  # axis of the mesh whose ranks train different samples
-TENSOR = "tensor"
-ZERO_BUBBLE = "zero-bubble"
-
-
-def _figures(cause: Cause) -> PipelineFigures | None:
-    """Return the figures of the pipeline, which are the evidence of its cause."""
-    return PipelineFigures(**cause.evidence) if "stage_s" in cause.evidence else None
-
-
-def _saving(cause: Cause, value: str | int, part: float, source: str) -> Saving:
-    """Return a saving of a part of the bubble, which is at most all of it."""
-    low, high = cause.interval
-    part = min(max(part, 0.0), 1.0)
-    return Saving(value, Interval(part * cause.share, part * low, part * high), source)
-
-
-def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose twice as many micro-batches, if a batch has as many samples."""
-    one = _figures(cause)
-    if one is None or not e.report.samples:
-        return None
-    count = 2 * one.micro_batches
-    data_ranks = {place.get(DATA, 0) for place in e.report.mesh.values()}
-    if e.report.samples / e.steps / max(len(data_ranks), 1) < count:
-        return None
-    less = one.formula - idle_share(one.schedule, one.stages, count)
-    return _saving(cause, count, less / one.bubble, FORMULA)
-
-
-def other_schedule(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose zero-bubble in place of schedules with a longer bubble; not with a tensor axis."""
-    if any(TENSOR in place for place in e.report.mesh.values()):
-        return None  # layouts with both are refused
-    one = _figures(cause)
-    if one is None:
-        return Saving(ZERO_BUBBLE, Interval(cause.share / 2, 0.0, cause.share), FORMULA)
-    if one.schedule == ZERO_BUBBLE:
-        return None
-    less = one.formula - idle_share(ZERO_BUBBLE, one.stages, one.micro_batches)
-    return _saving(cause, ZERO_BUBBLE, less / one.bubble, FORMULA) if less > 0 else None
-
-
-def other_balance(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose the division in which the longest stage is shorter, if the run has measured one."""
-    one = _figures(cause)
-    if one is None or not one.balance:
-        return None
-    longest, mean = max(one.stage_s), sum(one.stage_s) / len(one.stage_s)
-    wait = 1 - mean / longest  # of the stages' time, because of their differences
-    return _saving(cause, ", ".join(one.balance), min(wait / one.bubble, 1.0) / 2, RECORD)
-
-
-# Predict the saving of an edit of a line of the script, and describe the edit.
-
-
-def edit_line(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose an edit of the cause's line, and predict that between nothing and all of its share
-    is saved.
-    """
-    lines = cause.evidence.get("lines")
-    if cause.id == "slow-rank" and not lines:
-        return None
-    doing = ONE_RANK if cause.id == "slow-rank" else str(cause.evidence.get("doing"))
-    place = f" (in {str(lines[0]['file']).rpartition('/')[2]})" if lines else ""
-    edit = f"execute the line {LINE_EDITS.get(doing, LINE_EDITS['library'])}{place}"
-    if doing in REPLACED:
-        edit = f"use {LINE_EDITS[doing]}{place}"
-    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
-
-
-ONE_RANK = "one rank"
-# By what a line does: how to change it.
-LINE_EDITS = {
-    "python": "operators on whole tensors in place of a Python loop, or once before the training",
-    "short calls": "one operator on the whole batch in place of many small ones, or torch.compile",
-    "library": "in the loader's workers, once before the training, or every N steps",
-    "file": "once and keep what it reads in memory, in the loader's workers, or every N steps",
-    "wait": "every N steps, or in a thread whose result the next step uses",
-    "garbage collection": "fewer Python objects, or gc.freeze() after the first step",
-    ONE_RANK: "every N steps, or a part of it on each rank, or in a thread",
-}
-REPLACED = ("python", "short calls", "garbage collection")  # edits that replace the line
-
-
-# By what other work of a script does: where it can be done instead. Python code in a thread would
-# hold the GIL, and the training would wait for it.
-SCRIPT_EDITS = {
-    "python": "in another process (multiprocessing; a thread would hold the GIL)",
-    "short calls": "as one operator on the whole batch",
-    "library": "in another process, or in a thread if the library releases the GIL",
-    "torch": "in a thread (operators of torch release the GIL)",
-    "file": "in a thread (it releases the GIL while it reads or writes)",
-    "wait": "in a thread whose result a later step uses",
-    "garbage collection": "with fewer Python objects",
-}
-
-
-def edit_script(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose how the script does its other work, by what that work does."""
-    where = SCRIPT_EDITS.get(str(cause.evidence.get("doing")), "in another process")
-    edit = f"do this work less often, or {where}"
-    return Saving(edit, Interval(cause.share, *cause.interval), RECORD)
-
-
-def edit_operators(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose the edit of a finding inside the model, whose share is an upper bound."""
-    edit = cause.evidence.get("remedy")
-    if cause.id == "precision" and edit is None:  # parameters in float64 have other remedies
-        return None
-    edit = edit or "do not compute this, or compute it in fewer operators"
-    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
 
 
 def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
@@ -226,11 +80,6 @@ def matmul_precision(e: Evidence, cause: Cause) -> Saving | None:
     return Saving("high", None, TRIED) if e.first_facts.get("gpu") else None
 
 
-def bucket_size(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose DDP's default bucket size; its saving depends on the overlap, to be measured."""
-    return Saving(25.0, None, TRIED)
-
-
 def paceline_exchange(e: Evidence, cause: Cause) -> Saving | None:
     """Propose Paceline's exchange on CPUs, if the job does not use it yet.
 
@@ -246,15 +95,7 @@ def paceline_exchange(e: Evidence, cause: Cause) -> Saving | None:
         return Saving("paceline", None, TRIED)
     leaves = sum(one != other for one, other in pairwise([*hosts, hosts[0]]))
     less = 1 - (count - 1) / (leaves * (size - 1) / size)
-    return replace(scaled(e, cause, max(less, 0.0), FORMULA), value="paceline")
-
-
-def not_proposed(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose nothing: the knob is tried only if requested by name.
-
-    ``paceline run --tune-exchange`` finds its value.
-    """
-    return None
+    return replace(scaled(cause, max(less, 0.0), FORMULA), value="paceline")
 
 
 def nccl_setting(bandwidth: str, latency: str) -> PredictSaving:
@@ -280,10 +121,6 @@ def horovod_setting(latency: float, bandwidth: float) -> PredictSaving:
     return gain
 
 
-def must_be_tried(e: Evidence, cause: Cause) -> Saving | None:
-    return Saving(True, None, TRIED)
-
-
 def between_nodes(value: Any) -> PredictSaving:
     """Return a function that proposes ``value`` between nodes only.
 
@@ -292,37 +129,18 @@ def between_nodes(value: Any) -> PredictSaving:
     return lambda e, cause: Saving(value, None, TRIED) if len(set(e.report.hosts)) > 1 else None
 
 
-def whole_share(source: str) -> PredictSaving:
-    """Return a function that predicts that all of the cause's share is saved.
-
-    The source is the ladder if an experiment measured the cause.
-    """
-
-    def gain(e: Evidence, cause: Cause) -> Saving | None:
-        by = LADDER if cause.measured is not None else source
-        return Saving(True, Interval(cause.share, *cause.interval), by)
-
-    return gain
-
-
-def scaled(e: Evidence, cause: Cause, factor: float, source: str) -> Saving:
-    """Return a saving of ``factor`` times the cause's share."""
-    low, high = cause.interval
-    return Saving(True, Interval(factor * cause.share, factor * low, factor * high), source)
-
-
 def storage_wait(e: Evidence, cause: Cause) -> Saving | None:
     """Predict a saving of the time in which the loader's processes waited for storage."""
     if e.loader is None or not e.loader["seconds"]:
         return None
     workers = max(e.loader["workers"], e.loader["ranks"])
-    return scaled(e, cause, max(1 - e.loader["busy_s"] / e.loader["seconds"] / workers, 0), RECORD)
+    return scaled(cause, max(1 - e.loader["busy_s"] / e.loader["seconds"] / workers, 0), RECORD)
 
 
 def accumulate_locally(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of accumulating locally: (k - 1) / k, as k exchanges become one."""
     k = e.gradients.exchanging if e.gradients is not None else 0.0
-    return scaled(e, cause, (k - 1) / k, RECORD) if k > 1 else None
+    return scaled(cause, (k - 1) / k, RECORD) if k > 1 else None
 
 
 def one_thread(e: Evidence, cause: Cause) -> Saving | None:
@@ -337,7 +155,7 @@ def without_own_binding(e: Evidence, cause: Cause) -> Saving | None:
     It applies only if the script itself has narrowed the set of cores that its launcher assigned.
     """
     narrowed = any(one.get("mask") != one.get("mask_at_start") for one in e.facts)
-    return whole_share(LADDER)(e, cause) if narrowed else None
+    return saving_of_share(cause, Share(ALL, LADDER)) if narrowed else None
 
 
 def keep_memory(e: Evidence, cause: Cause) -> Saving | None:
@@ -357,10 +175,10 @@ def keep_memory(e: Evidence, cause: Cause) -> Saving | None:
 
 def autocast_bf16(e: Evidence, cause: Cause) -> Saving | None:
     """Propose bfloat16, if the ranks measured sufficiently faster matrix products in it."""
-    told = e.first_facts.get("product_s", {})
-    if "bfloat16" not in told or "float32" not in e.first_facts.get("parameters", {}):
+    product_s = e.first_facts.get("product_s", {})
+    if "bfloat16" not in product_s or "float32" not in e.first_facts.get("parameters", {}):
         return None
-    most = cause.share * (1 - told["bfloat16"] / told["float32"])
+    most = cause.share * (1 - product_s["bfloat16"] / product_s["float32"])
     return Saving(True, None, TRIED) if most >= MIN_SHARE else None
 
 
@@ -372,22 +190,6 @@ def compile_model(e: Evidence, cause: Cause) -> Saving | None:
     if "ddp" not in e.first_facts or data(e) is not None:
         return None
     return Saving(True, None, TRIED)
-
-
-def half_share(source: str) -> PredictSaving:
-    """Return a function that predicts that half of the cause's share is saved."""
-    return lambda e, cause: scaled(e, cause, 0.5, source)
-
-
-def up_to_share(source: str) -> PredictSaving:
-    """Return a function that predicts that between nothing and all of the cause's share is
-    saved.
-    """
-
-    def gain(e: Evidence, cause: Cause) -> Saving | None:
-        return Saving(True, Interval(cause.share / 2, 0.0, cause.share), source)
-
-    return gain
 
 
 def read_ahead(e: Evidence, cause: Cause) -> Saving | None:
@@ -407,7 +209,7 @@ def read_ahead(e: Evidence, cause: Cause) -> Saving | None:
 def more_cores(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving without the launcher's binding; see ``without_own_binding``."""
     narrowed = without_own_binding(e, cause) is not None
-    return None if narrowed else whole_share(LADDER)(e, cause)
+    return None if narrowed else saving_of_share(cause, Share(ALL, LADDER))
 
 
 def without_rank(e: Evidence, cause: Cause) -> Saving | None:
@@ -437,7 +239,7 @@ def without_one_of(count: int, cause: Cause) -> Saving | None:
 def one_exchange(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving if n collectives per step become one: (n - 1) / n."""
     n = cause.evidence.get("calls_a_step", 1.0)
-    return scaled(e, cause, max(n - 1, 0) / n, FORMULA) if n else None
+    return scaled(cause, max(n - 1, 0) / n, FORMULA) if n else None
 
 
 def overlap_backward(e: Evidence, cause: Cause) -> Saving | None:
@@ -453,7 +255,7 @@ def spread_over_ranks(e: Evidence, cause: Cause) -> Saving | None:
     If all ranks validate, each of them may have its part already: then nothing is saved.
     """
     n = e.report.size
-    whole = scaled(e, cause, (n - 1) / n, FORMULA)
+    whole = scaled(cause, (n - 1) / n, FORMULA)
     if cause.id != "validation" or whole.saves is None:
         return whole
     most = whole.saves.high
@@ -464,29 +266,78 @@ def without_host(e: Evidence, cause: Cause) -> Saving | None:
     return without_one_of(len(set(e.report.hosts)), cause)
 
 
-# Keys are names of knobs (knobs/registry.py).
+# Edits of lines of the script
+
+ONE_RANK = "one rank"
+# By what a line does: how to change it.
+LINE_EDITS = {
+    "python": "operators on whole tensors in place of a Python loop, or once before the training",
+    "short calls": "one operator on the whole batch in place of many small ones, or torch.compile",
+    "library": "in the loader's workers, once before the training, or every N steps",
+    "file": "once and keep what it reads in memory, in the loader's workers, or every N steps",
+    "wait": "every N steps, or in a thread whose result the next step uses",
+    "garbage collection": "fewer Python objects, or gc.freeze() after the first step",
+    ONE_RANK: "every N steps, or a part of it on each rank, or in a thread",
+}
+REPLACED = ("python", "short calls", "garbage collection")  # edits that replace the line
+
+
+# By what other work of a script does: where it can be done instead. Python code in a thread would
+# hold the GIL, and the training would wait for it.
+SCRIPT_EDITS = {
+    "python": "in another process (multiprocessing; a thread would hold the GIL)",
+    "short calls": "as one operator on the whole batch",
+    "library": "in another process, or in a thread if the library releases the GIL",
+    "torch": "in a thread (operators of torch release the GIL)",
+    "file": "in a thread (it releases the GIL while it reads or writes)",
+    "wait": "in a thread whose result a later step uses",
+    "garbage collection": "with fewer Python objects",
+}
+
+
+def edit_line(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose an edit of the cause's line, and predict that between nothing and all of its share
+    is saved.
+    """
+    lines = cause.evidence.get("lines")
+    if cause.id == "slow-rank" and not lines:
+        return None
+    doing = ONE_RANK if cause.id == "slow-rank" else str(cause.evidence.get("doing"))
+    place = f" (in {str(lines[0]['file']).rpartition('/')[2]})" if lines else ""
+    edit = f"execute the line {LINE_EDITS.get(doing, LINE_EDITS['library'])}{place}"
+    if doing in REPLACED:
+        edit = f"use {LINE_EDITS[doing]}{place}"
+    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
+
+
+def edit_script(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose how the script does its other work, by what that work does."""
+    where = SCRIPT_EDITS.get(str(cause.evidence.get("doing")), "in another process")
+    edit = f"do this work less often, or {where}"
+    return Saving(edit, Interval(cause.share, *cause.interval), RECORD)
+
+
+def edit_operators(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose the edit of a finding inside the model, whose share is an upper bound."""
+    edit = cause.evidence.get("remedy")
+    if cause.id == "precision" and edit is None:  # parameters in float64 have other remedies
+        return None
+    edit = edit or "do not compute this, or compute it in fewer operators"
+    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
+
+
+# By name of the knob, unless its row in knobs/ says what it saves.
 GAINS: dict[str, PredictSaving] = {
     "loader-workers": loader_workers,
     "persistent-workers": persistent_workers,
     "prefetch": prefetch,
-    "global-batch": not_proposed,
-    "accumulate-batches": not_proposed,
-    "learning-rate-factor": not_proposed,
     "pin-memory": pinned_memory,
-    "bucket-mb": bucket_size,
     "exchange": paceline_exchange,
-    "algorithm": not_proposed,
     "fusion-mb": horovod_setting(128.0, 32.0),
     "cycle-ms": horovod_setting(5.0, 0.5),
     "nccl-algorithm": nccl_setting("Ring", "Tree"),
     "nccl-protocol": nccl_setting("Simple", "LL"),
-    "nccl-channels": not_proposed,
-    "gradient-views": must_be_tried,
-    "unused-search-off": whole_share(RECORD),
-    "buffers-off": whole_share(RECORD),
     "accumulate-locally": accumulate_locally,
-    "compress-bf16": must_be_tried,
-    "compress-fp16": must_be_tried,
     "compress-powersgd": between_nodes(2),
     "compress-topk": between_nodes(0.01),
     "average-every": between_nodes(8),
@@ -494,49 +345,52 @@ GAINS: dict[str, PredictSaving] = {
     "own-binding-off": without_own_binding,
     "keep-memory": keep_memory,
     "jemalloc": keep_memory,
-    "huge-pages": must_be_tried,
-    "layout": not_proposed,
-    "channels-last": whole_share(LADDER),
     "autocast-bf16": autocast_bf16,
     "matmul-precision": matmul_precision,
     "compile": compile_model,
-    "float32": whole_share(FORMULA),
     "one-exchange": one_exchange,
-    "rarer-metrics": whole_share(RECORD),
-    "tensors-not-objects": whole_share(RECORD),
     "ddp": overlap_backward,
-    "no-synchronisation": whole_share(RECORD),
     "script-beside": edit_script,
-    "collect-rarely": whole_share(LADDER),
-    "threads-beside": whole_share(RECORD),
     "validate-on-all": spread_over_ranks,
-    "async-checkpoint": whole_share(LADDER),
-    "rarer-checkpoint": half_share(LADDER),
-    "larger-batch": half_share(FORMULA),
-    "pack": half_share(FORMULA),
     "stage": storage_wait,
     "edit-line": edit_line,
     "edit-operators": edit_operators,
-    "offline": up_to_share(RECORD),
     "leave-rank-out": without_rank,
-    "equal-batches": whole_share(LADDER),
     "leave-host-out": without_host,
     "read-ahead": read_ahead,
-    "same-work": whole_share(LADDER),
-    "rarer-validation": half_share(LADDER),
-    "end-other-programs": whole_share(RECORD),
-    "even-steps": up_to_share(RECORD),
-    "spread-ranks": up_to_share(LADDER),
     "more-cores": more_cores,
-    "less-memory": whole_share(RECORD),
-    "replace-host": whole_share(RECORD),
-    "sharded-prefetch": sharded.prefetch_blocks,
-    "sharded-keep-gathered": sharded.keep_gathered,
-    "sharded-blocks": sharded.other_blocks,
-    "data-parallel": sharded.data_parallel,
-    "tensor-axis": smaller_axis,
-    "micro-batches": more_micro_batches,
-    "pipeline-schedule": other_schedule,
-    "pipeline-balance": other_balance,
-    "sequence-split": split_sequence,
+    "sharded-prefetch": layout_gains.prefetch_blocks,
+    "sharded-keep-gathered": layout_gains.keep_gathered,
+    "sharded-blocks": layout_gains.other_blocks,
+    "data-parallel": layout_gains.data_parallel,
+    "tensor-axis": layout_gains.smaller_axis,
+    "micro-batches": layout_gains.more_micro_batches,
+    "pipeline-schedule": layout_gains.other_schedule,
+    "pipeline-balance": layout_gains.other_balance,
+    "sequence-split": layout_gains.split_sequence,
 }
+
+
+def predict_saving(name: str, e: Evidence, cause: Cause) -> Saving | None:
+    """Return the predicted saving of a knob for a cause; None if it is not proposed.
+
+    A knob without a prediction is tried only if it is requested by name.
+    """
+    saves = KNOBS[name].saves
+    if name in GAINS:
+        return GAINS[name](e, cause)
+    if isinstance(saves, Tried):
+        return Saving(saves.value, None, TRIED)
+    return saving_of_share(cause, saves) if saves is not None else None
+
+
+def saving_of_share(cause: Cause, saves: Share) -> Saving:
+    """Return the saving of a part of the share of a cause.
+
+    The source of all of it is the ladder if an experiment measured the cause.
+    """
+    if saves.is_limit:
+        most = saves.part * cause.share
+        return Saving(True, Interval(most / 2, 0.0, most), saves.source)
+    is_measured = saves.part == ALL and cause.measured is not None
+    return scaled(cause, saves.part, LADDER if is_measured else saves.source)

@@ -153,7 +153,7 @@ def _seconds_per_sample(t: Terms, ranks: int, cpu_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class RateRemedy:
     """Change that raises the rate.
 
     Attributes:
@@ -167,7 +167,7 @@ class Remedy:
     sentence: str
 
 
-def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[Remedy]:
+def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[RateRemedy]:
     """Return the remedies that raise the rate by a tenth or more, the best first.
 
     The gain of each is predicted without the others.
@@ -180,17 +180,17 @@ def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[Remedy]:
     return sorted(worth, key=lambda one: -one.samples_s)
 
 
-def _threads(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
+def _threads(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
     if now.limit != "threads":
         return []
     others = min(value for name, value in now.terms.items() if name != "threads")
     each = now.terms["threads"] / now.threads
     wanted = min(max(math.ceil(others / each), now.threads + 1), MAX_THREADS)
     after = rate(t, now.ranks, wanted, stored).samples_s
-    return [Remedy("threads", after, f"Loader(num_workers={wanted}) instead of {now.threads}")]
+    return [RateRemedy("threads", after, f"Loader(num_workers={wanted}) instead of {now.threads}")]
 
 
-def _storage(t: Terms, now: Rate) -> list[Remedy]:
+def _storage(t: Terms, now: Rate) -> list[RateRemedy]:
     found = []
     if t.kind != "packed":
         packed = replace(t, blocks=True, kind="packed")
@@ -198,17 +198,19 @@ def _storage(t: Terms, now: Rate) -> list[Remedy]:
             alone = t.alone * t.cpu_s / max(t.cpu_s - t.decode_s, 1e-9)
             packed = replace(packed, decode_s=0.0, alone=alone, chunk=1, bytes=t.decoded)
         said = "paceline pack, and shuffle='blocks': large reads instead of a sample at a time"
-        found.append(Remedy("pack", rate(packed, now.ranks, now.threads, True).samples_s, said))
+        found.append(RateRemedy("pack", rate(packed, now.ranks, now.threads, True).samples_s, said))
     elif not t.blocks:
         blocks = replace(t, blocks=True)
         said = "Loader(shuffle='blocks'): large reads instead of a sample at a time"
-        found.append(Remedy("blocks", rate(blocks, now.ranks, now.threads, True).samples_s, said))
+        found.append(
+            RateRemedy("blocks", rate(blocks, now.ranks, now.threads, True).samples_s, said)
+        )
     near = rate(t, now.ranks, now.threads, False).samples_s
     said = "paceline stage to this host's memory or a fast disk; the first epoch is as the later"
-    return [*found, Remedy("stage", near, said)] if t.kind == "packed" else found
+    return [*found, RateRemedy("stage", near, said)] if t.kind == "packed" else found
 
 
-def _less_work(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
+def _less_work(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
     if now.limit not in ("processor", "interpreter", "threads"):
         return []
     found = []
@@ -218,7 +220,7 @@ def _less_work(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
             "what of the transform is always the same, once: paceline pack --apply (all of it here)"
         )
         found.append(
-            Remedy("offline", rate(without, now.ranks, now.threads, stored).samples_s, said)
+            RateRemedy("offline", rate(without, now.ranks, now.threads, stored).samples_s, said)
         )
     elif t.decode_s > t.read_s and t.kind != "store":
         half = _faster(t, t.decode_s / 2)
@@ -226,7 +228,9 @@ def _less_work(t: Terms, now: Rate, stored: bool) -> list[Remedy]:
             "decoding is most of the work: paceline pack --resize to half of it (a side shorter "
             "by 1.4), or --decode where there is room"
         )
-        found.append(Remedy("smaller", rate(half, now.ranks, now.threads, stored).samples_s, said))
+        found.append(
+            RateRemedy("smaller", rate(half, now.ranks, now.threads, stored).samples_s, said)
+        )
     return found
 
 

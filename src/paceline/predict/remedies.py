@@ -3,15 +3,16 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import Evidence
-from ..analyze.diagnosis.ladder import Interval
+from ..analyze.diagnosis.remedy import Remedy
 from ..analyze.diagnosis.rules.script import off_core_share
+from ..analyze.diagnosis.rungs import Interval
+from ..analyze.diagnosis.table import CAUSES
 from ..knobs.registry import COMPUTING, KNOBS, Knob
-from .gains import GAINS
+from .gains import predict_saving
 
 MIN_SAVING = 0.01  # share of a step: smaller savings are not proposed
 MAX_SAVING = 0.95  # share of a step: larger savings are not credible and are clipped
@@ -21,43 +22,6 @@ MIN_COMPUTING_SHARE = (
 )
 MAX_CAUSE_SHARE = 0.2  # a larger cause comes before faster computing
 MAX_OF_CAUSE = 4  # remedies of one cause, of those that Paceline can set and of the edits each
-# Causes within the useful time, which faster kernels do not shorten.
-_IN_USEFUL = frozenset(
-    ("allocator", "binding", "interpreter", "memory-limit", "noisy-machine", "too-many-threads")
-)
-# Knobs that are set in another line than the one in which the ranks lose the time.
-_EDITED_ELSEWHERE = ("data-parallel", "larger-batch", "less-memory", "sharded-blocks")
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Change of one knob, proposed for a cause.
-
-    Attributes:
-        knob: Name of the knob.
-        cause: Identifier of the cause.
-        value: Proposed value.
-        gain: Predicted gain, as a share of the throughput; None if it must be measured.
-        source: Source of the prediction.
-        settable: Whether Paceline can set the knob; otherwise the script must be edited.
-        edit: Description of the edit.
-        line: Line of the script to edit, if it was found.
-        code: Content of that line.
-        numbers: Whether results change by more than the order of sums does.
-        costs: Other possible costs.
-    """
-
-    knob: str
-    cause: str
-    value: Any
-    gain: Interval | None
-    source: str
-    settable: bool
-    edit: str
-    line: int | None = None
-    code: str = ""
-    numbers: bool = False
-    costs: str = ""
 
 
 def remedies(
@@ -100,7 +64,7 @@ def _computing(e: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     """
     own = [rank["useful"] for rank in e.report.states]
     share = sum(own) / len(own) if own else 0.0
-    share -= off_core_share(e) + sum(one.share for one in causes if one.id in _IN_USEFUL)
+    share -= off_core_share(e) + sum(one.share for one in causes if CAUSES[one.id].is_in_useful)
     largest = max((one.share for one in causes), default=0.0)
     if share < MIN_COMPUTING_SHARE or largest >= MAX_CAUSE_SHARE:
         return []
@@ -140,11 +104,11 @@ def gain_after(gain: Interval, faster: float) -> Interval:
 
 
 def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Remedy | None:
-    saving = GAINS[name](e, cause)
+    saving = predict_saving(name, e, cause)
     if saving is None or (saving.saves is not None and saving.saves.mean < MIN_SAVING):
         return None
     gain = _widen(gain_of(saving.saves)) if saving.saves is not None else None
-    line, code = _line(name, knob, cause, script)
+    line, code = _line(knob, cause, script)
     edit = knob.edit.format(value=saving.value)
     return Remedy(
         name,
@@ -161,10 +125,10 @@ def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Re
     )
 
 
-def _line(name: str, knob: Knob, cause: Cause, script: str) -> tuple[int | None, str]:
+def _line(knob: Knob, cause: Cause, script: str) -> tuple[int | None, str]:
     """Find the line to edit: one that the record contains, else the only one that matches."""
     seen = cause.evidence.get("lines") or []
-    if seen and not knob.hook and name not in _EDITED_ELSEWHERE:
+    if seen and not knob.hook and not knob.is_edited_elsewhere:
         return int(seen[0]["line"]), str(seen[0]["code"])
     if not knob.looks_for:
         return None, ""

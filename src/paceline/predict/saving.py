@@ -6,9 +6,11 @@ from typing import Any
 
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import Evidence
-from ..analyze.diagnosis.ladder import Interval
+from ..analyze.diagnosis.rungs import Interval
+from ..knobs.knob import FORMULA as FORMULA
+from ..knobs.knob import LADDER as LADDER
+from ..knobs.knob import RECORD as RECORD
 
-LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
 TRIED = "a few steps"  # a measurement of a few steps with the knob set
 
 
@@ -28,3 +30,9 @@ class Saving:
 
 
 PredictSaving = Callable[[Evidence, Cause], Saving | None]
+
+
+def scaled(cause: Cause, part: float, source: str, value: Any = True) -> Saving:
+    """Return a saving of a part of the cause's share."""
+    low, high = cause.interval
+    return Saving(value, Interval(part * cause.share, part * low, part * high), source)

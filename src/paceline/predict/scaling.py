@@ -10,7 +10,8 @@ from pathlib import Path
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.confirmation import NOT_TESTABLE, RECORD
 from ..analyze.diagnosis.evidence import Evidence
-from ..analyze.diagnosis.ladder import Interval, Waterfall
+from ..analyze.diagnosis.remedy import Remedy
+from ..analyze.diagnosis.rungs import Interval, Waterfall
 from ..analyze.figures.report import Report, analyse
 from ..analyze.records.load_run import load_run
 from ..analyze.scaling.bends import Bend, GrownLoss, Proposal
@@ -19,7 +20,7 @@ from ..analyze.scaling.forecast import analyse_kind
 from ..analyze.scaling.study_folder import RECORD_FOLDER
 from ..analyze.scaling.study_model import ScalingStudy
 from ..security.files import read_regular
-from .remedies import Remedy, remedies
+from .remedies import remedies
 
 MIN_STEP_SHARE = 0.02  # of a step at the larger size: for less, nothing is proposed
 

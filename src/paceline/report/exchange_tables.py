@@ -3,7 +3,7 @@
 from ..analyze.diagnosis.evidence import MIN_SHARE
 from ..analyze.figures.report import Report
 from ..analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
-from ..analyze.sharding.late_gathers import describe_blocks, exposed_s
+from ..analyze.sharding.sharded_model import describe_blocks, exposed_s
 from . import document as doc
 from .numbers import counted, duration, percent, size
 

@@ -5,36 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from ..analyze.diagnosis.ladder import Interval, Waterfall
+from ..analyze.diagnosis.remedy import Remedy
+from ..analyze.diagnosis.rungs import Interval, Waterfall
 from . import document as doc
 from .numbers import percent
-
-
-class Remedy(Protocol):
-    """A remedy that ``predict.remedies`` proposes."""
-
-    @property
-    def knob(self) -> str: ...
-    @property
-    def cause(self) -> str: ...
-    @property
-    def value(self) -> Any: ...
-    @property
-    def gain(self) -> Interval | None: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def settable(self) -> bool: ...
-    @property
-    def edit(self) -> str: ...
-    @property
-    def line(self) -> int | None: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def numbers(self) -> bool: ...
-    @property
-    def costs(self) -> str: ...
 
 
 class PredictionError(Protocol):

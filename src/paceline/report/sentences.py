@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from ..analyze.figures.losses import Loss
+from ..analyze.figures.memory import HOST, MemoryGrowth
 from ..analyze.figures.noise_scale import NoiseScale
 from ..analyze.figures.pipeline import PipelineFigures
 from ..analyze.figures.report import Report
 from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
 from ..analyze.figures.steps import Outlier
 from ..analyze.figures.window_steps import Occurrence
-from ..analyze.memory.growth import HOST, MemoryGrowth
 from ..plurals import named_ranks, parse_ranges
 from .numbers import amount, counted, duration, ordinal, percent, size
 

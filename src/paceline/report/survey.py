@@ -18,7 +18,7 @@ def describe_survey(seen: Any, minutes: float) -> list[str]:
     """Return sentences without full stops.
 
     Args:
-        seen: A ``Survey`` of analyze/diagnosis/survey.py.
+        seen: A ``Survey`` of analyze/diagnosis/rare_events.py.
         minutes: The time budget of the diagnosis.
     """
     events = []

@@ -8,7 +8,7 @@ from rungs import rung
 
 from paceline.analyze.diagnosis.causes import Evidence, causes
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
-from paceline.analyze.diagnosis.ladder import waterfall
+from paceline.analyze.diagnosis.rungs import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
 

@@ -9,17 +9,17 @@ import pytest
 from rungs import rung
 
 from paceline.analyze.diagnosis.causes import (
-    RULES,
     Cause,
     Evidence,
     causes,
     operator_causes,
     unconfirmed_causes,
+    without_overlap,
 )
-from paceline.analyze.diagnosis.confirmation import EXPERIMENTS, Witness, verdict
-from paceline.analyze.diagnosis.ladder import BARS, Interval, waterfall
-from paceline.analyze.diagnosis.overlap import SIGNS, without_overlap
+from paceline.analyze.diagnosis.confirmation import Witness, verdict
 from paceline.analyze.diagnosis.rules.operators import Finding
+from paceline.analyze.diagnosis.rungs import BARS, Interval, waterfall
+from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.losses import Loss
 from paceline.record.experiments.rung import NO_COLLECTION, THREADS_PAUSED
 
@@ -85,7 +85,8 @@ def test_share_of_a_bar_with_too_few_rounds_is_that_of_the_record():
 
 
 def test_every_witness_has_an_experiment_or_a_record():
-    assert EXPERIMENTS.keys() <= RULES.keys() - set(BARS)
+    tested = {name for name, one in INDICATORS.items() if one.experiment is not None}
+    assert tested <= INDICATORS.keys() - set(BARS)
 
 
 def test_page_faults_that_cost_nothing_are_no_cause():
@@ -274,4 +275,4 @@ def test_more_reliable_cause_keeps_the_time():
 
 
 def test_pairs_of_signs_are_of_known_witnesses():
-    assert {name for pair in SIGNS for name in pair} <= RULES.keys()
+    assert {name for one in INDICATORS.values() for name in one.overlaps} <= INDICATORS.keys()

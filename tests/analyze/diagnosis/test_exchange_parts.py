@@ -1,5 +1,6 @@
 """Communication that is no exchange of gradients has causes of its own, with its line."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,7 +133,8 @@ def test_rule_that_fails_is_named_and_costs_no_other_cause(monkeypatch):
     def broken(_):
         return 1 / 0
 
-    monkeypatch.setitem(causes.RULES, "script", broken)
+    script = replace(causes.INDICATORS["script"], rule=broken)
+    monkeypatch.setitem(causes.INDICATORS, "script", script)
     monkeypatch.setattr(causes, "check_no_time_is_named_twice", lambda found, e: broken(e))
     losses = [*EXCHANGE, Loss("other", 0.1)]
     parts = FailedParts()

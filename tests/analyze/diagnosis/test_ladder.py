@@ -8,7 +8,7 @@ import pytest
 from records import Rank, report_of
 
 from paceline.analyze.diagnosis.causes import MIN_SHARE, Evidence, causes, witnesses
-from paceline.analyze.diagnosis.ladder import Interval, RungResult, measure_rung, waterfall
+from paceline.analyze.diagnosis.rungs import Interval, RungResult, measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from records import Rank
 
-from paceline.analyze.diagnosis.ladder import measure_rung, waterfall
-from paceline.analyze.diagnosis.survey import book_rare, pooled, survey
+from paceline.analyze.diagnosis.rare_events import book_rare, pooled, survey
+from paceline.analyze.diagnosis.rungs import measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
 from paceline.report.survey import describe_survey

@@ -6,7 +6,7 @@ import pytest
 from rungs import rung
 
 from paceline.analyze.diagnosis.causes import Evidence, causes
-from paceline.analyze.diagnosis.ladder import waterfall
+from paceline.analyze.diagnosis.rungs import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
 from paceline.analyze.sharding.block_exchange import BlockCalls, ShardedBlock

@@ -5,7 +5,7 @@ import random
 import pytest
 from records import MS, Rank, report_of
 
-from paceline.analyze.figures import ideal_network
+from paceline.analyze.figures import measured_window as ideal_network
 from paceline.analyze.figures.pop import busy_ns
 from paceline.analyze.records.match_collectives import match_collectives
 from paceline.analyze.records.state_timeline import build_timeline, find_window

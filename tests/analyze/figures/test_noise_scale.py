@@ -68,10 +68,8 @@ def test_batches_of_a_schedule_count_each_with_its_size():
 
 def test_steps_follow_the_papers_curve():
     found = NoiseScale(100.0, 90.0, 110.0, global_batch=100, steps=50)
-    assert found.extra_samples == 2
     assert found.steps_with(200) == pytest.approx(0.75)
     assert found.steps_with(1e12) == pytest.approx(0.5)
-    assert NoiseScale(0.0, 0.0, 9.0, 100, 50).extra_samples == np.inf
 
 
 def test_only_common_steps_with_equal_batches_count():

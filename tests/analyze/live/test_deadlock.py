@@ -3,8 +3,7 @@
 import pytest
 from records import MS, Rank
 
-from paceline.analyze.live.deadlock import find_deadlocked_ranks
-from paceline.analyze.live.live_view import view
+from paceline.analyze.live.live_view import find_deadlocked_ranks, view
 from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail

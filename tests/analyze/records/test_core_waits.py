@@ -4,11 +4,12 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from records import MS, Rank, report_of
 
 from paceline.analyze.diagnosis.causes import Witness
-from paceline.analyze.diagnosis.ladder import Interval
+from paceline.analyze.diagnosis.rungs import Interval
 from paceline.analyze.figures.pop import LOSSES
 from paceline.analyze.records.core_waits import OtherThreads
 from paceline.analyze.records.state_timeline import STATES, Window, build_timeline
@@ -36,7 +37,8 @@ def test_delay_is_divided_among_the_states_between_two_readings(tmp_path):
     line = timeline(rank)
     assert in_ms(line.states) == {"input": 10, "useful": 30, "other": 10, "starved": 50}
     assert in_ms(line.starved_in) == {"input": 10, "useful": 30, "other": 10}
-    at = [STATES[i] for i in line.state_at([5 * MS, 15 * MS, 25 * MS, 75 * MS])]
+    times = [5 * MS, 15 * MS, 25 * MS, 75 * MS]
+    at = [STATES[i] for i in line.label[np.searchsorted(line.edges, times, "right") - 1]]
     assert at == ["input", "starved", "useful", "starved"]  # at the end of each
     assert [STATES[i] for i in line.underlying_at([15 * MS, 75 * MS])] == ["input", "useful"]
 

@@ -10,9 +10,9 @@ from paceline.analyze.rehearsal.facts import (
     RankFacts,
     Rehearsal,
     RehearsalRequest,
+    representatives,
 )
 from paceline.analyze.rehearsal.mismatches import find_mismatches
-from paceline.analyze.rehearsal.representatives import representatives
 from paceline.record.ring.states import Op
 
 

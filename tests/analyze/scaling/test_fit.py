@@ -13,6 +13,7 @@ from paceline.analyze.figures.losses import Loss
 from paceline.analyze.scaling.bends import Bend
 from paceline.analyze.scaling.cost_model import Place, exchange_terms, place_of
 from paceline.analyze.scaling.costs import costs_of_points, normal_max, quantile_max, size_costs
+from paceline.analyze.scaling.figures_of_run import MAX_WAITS, _waits
 from paceline.analyze.scaling.forecast import (
     COST_MODEL,
     KindAnalysis,
@@ -22,7 +23,6 @@ from paceline.analyze.scaling.forecast import (
 )
 from paceline.analyze.scaling.laws import AMDAHL, GUSTAFSON, UNIVERSAL, fit_laws
 from paceline.analyze.scaling.least_squares import fit_terms
-from paceline.analyze.scaling.runs.figures_of_run import MAX_WAITS, _waits
 from paceline.analyze.scaling.study_model import (
     STRONG,
     WEAK,
@@ -439,7 +439,7 @@ def test_waits_for_a_hundred_ranks_are_those_for_their_computing():
     measured = point(law, STRONG, ranks, batch=6400).figures[0]
     whole_s = sum(one.seconds for one in measured.waits)
     losses = [Loss("wait", one.seconds, one.rank, "h", one.doing) for one in measured.waits]
-    waits = _waits(SimpleNamespace(losses=losses), 1, 1.0, ranks)
+    waits = _waits(SimpleNamespace(losses=losses), 1, 1.0)
     assert len(waits) == MAX_WAITS + 1
     assert waits[-1].rank is None
     assert sum(one.seconds for one in waits) == pytest.approx(whole_s)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.analyze.scaling.runs.warm_up import find_warm_up
+from paceline.analyze.scaling.figures_of_run import find_warm_up
 
 
 def steps(count, seed=0, **changed):

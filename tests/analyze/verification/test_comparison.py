@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.analyze.verification import find as rules
-from paceline.analyze.verification.find import find, judge
-from paceline.analyze.verification.mistakes import MISTAKES, Finding, Nature
+from paceline.analyze.verification.find import MISTAKES, find, judge
+from paceline.analyze.verification.mistakes import Finding, Nature
 from paceline.analyze.verification.relations import vectors
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.events import CollectiveFacts, DrawFacts, OutputFacts

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.analyze.verification.find import find, judge
+from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.relations import vectors
-from paceline.analyze.verification.view import View
 from paceline.observe.facts.events import CollectiveFacts, DrawFacts
 from paceline.observe.facts.samples import Phase
 from paceline.observe.facts.steps import ClipFacts
@@ -85,9 +85,9 @@ def test_samples_of_two_backwards_of_one_batch_are_counted_once():
             names = (("first.weight", "first.bias"), ("head.weight", "head.bias"))
             parts = [{f"0/{n}": one.gradients[f"0/{n}"] for n in part} for part in names]
             step.backwards = [replace(one, gradients=part, loss=None) for part in parts]
-    (first, *_) = View(runs).steps
+    (first, *_) = JoinedRuns(runs).steps
     assert first.samples == [4, 4]
-    assert View(runs).replay.gradients(first) is not None
+    assert JoinedRuns(runs).replay.gradients(first) is not None
     assert ids(runs) == []
 
 

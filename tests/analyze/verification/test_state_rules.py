@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.analyze.verification.find import find, judge, without_consequences
-from paceline.analyze.verification.mistakes import MISTAKES, Finding
+from paceline.analyze.verification.find import MISTAKES, find, judge, without_consequences
+from paceline.analyze.verification.mistakes import Finding
 from paceline.analyze.verification.runs_facts import ResumeError, VerifyRuns
 from paceline.observe.facts.events import (
     CollectiveFacts,

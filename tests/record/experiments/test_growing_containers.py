@@ -5,7 +5,7 @@ from collections import deque
 import torch
 
 from paceline.record.experiments.growing_containers import ContainerSizes
-from paceline.study.diagnose.growing import growing_notes
+from paceline.study.diagnose.diagnose import growing_notes
 
 
 class Trainer:

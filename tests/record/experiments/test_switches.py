@@ -12,8 +12,8 @@ import pytest
 import ranks
 import torch
 
-from paceline.analyze.diagnosis.ladder import EndedError
-from paceline.analyze.diagnosis.switched import measure_switched
+from paceline.analyze.diagnosis.descriptions import FirstRun
+from paceline.analyze.diagnosis.rungs import EndedError, measure_switched
 from paceline.record.experiments import switches
 from paceline.record.experiments.rung import NO_BROADCASTS, NO_COLLECTION, THREADS_PAUSED, Rung
 from paceline.record.experiments.switches import (
@@ -22,7 +22,7 @@ from paceline.record.experiments.switches import (
     ScriptThreads,
 )
 from paceline.record.ring.states import State
-from paceline.study.diagnose.hypotheses import hypotheses
+from paceline.study.diagnose.ladder_results import hypotheses
 
 
 @pytest.fixture
@@ -241,25 +241,31 @@ def first_run(**used):
 
 
 def test_first_run_decides_which_hypotheses_are_tested():
-    assert hypotheses([first_run(), first_run()]) == []
+    assert hypotheses(FirstRun([first_run(), first_run()])) == []
     collecting = first_run(collecting={"seconds": 4.0, "count": 10})
-    (found,) = hypotheses([first_run(), collecting])
-    assert (found.phase, found.expected, found.separate) == (NO_COLLECTION, 0.4, False)
+    (found,) = hypotheses(FirstRun([first_run(), collecting]))
+    assert (found.experiment.phase, found.expected) == (NO_COLLECTION, 0.4)
+    assert not found.experiment.is_separate
     busy = first_run(others={"seconds": 9.0, "name": "monitor"}, faults=5e5) | {
         "parameters": {"float64": 8},
         "product_s": {"float32": 1.0, "float64": 2.0},
     }
-    found = hypotheses([busy, busy])
-    assert [one.phase for one in found] == [THREADS_PAUSED, "float32"]  # two separate runs
+    found = hypotheses(FirstRun([busy, busy]))
+    assert [one.experiment.phase for one in found] == [
+        THREADS_PAUSED,
+        "float32",
+    ]  # two separate runs
     many_faults = first_run(faults=5e5)
-    (found,) = hypotheses([many_faults])
-    assert (found.settings, found.expected) == ({"keep-memory": True}, pytest.approx(0.1))
+    (found,) = hypotheses(FirstRun([many_faults]))
+    assert found.experiment.settings == {"keep-memory": True}
+    assert found.expected == pytest.approx(0.1)
 
 
 def test_broadcasts_of_buffers_are_tested_if_the_first_run_has_many():
-    assert hypotheses([first_run()], broadcast_share=0.02) == []
-    (found,) = hypotheses([first_run()], broadcast_share=0.2)
-    assert (found.phase, found.expected, found.separate) == (NO_BROADCASTS, 0.2, False)
+    assert hypotheses(FirstRun([first_run()], 0.02)) == []
+    (found,) = hypotheses(FirstRun([first_run()], 0.2))
+    assert (found.experiment.phase, found.expected) == (NO_BROADCASTS, 0.2)
+    assert not found.experiment.is_separate
     used = {"broadcasting": 0}
     run = SimpleNamespace(records=[SimpleNamespace(meta={"rung": {"used": {NO_BROADCASTS: used}}})])
     assert "the script broadcasts the buffers itself" in found.why_void(run)
@@ -268,7 +274,7 @@ def test_broadcasts_of_buffers_are_tested_if_the_first_run_has_many():
 
 
 def test_hypothesis_that_could_not_be_tested_says_why():
-    (found,) = hypotheses([first_run(others={"seconds": 9.0})])
+    (found,) = hypotheses(FirstRun([first_run(others={"seconds": 9.0})]))
     used = {"paused": 1, "gave_up": True}
     run = SimpleNamespace(
         records=[SimpleNamespace(meta={"rung": {"used": {THREADS_PAUSED: used}}})]
@@ -278,6 +284,6 @@ def test_hypothesis_that_could_not_be_tested_says_why():
     assert "run no code of the script" in found.why_void(run)
     used["paused"] = 1
     assert found.why_void(run) == ""
-    (kept,) = hypotheses([first_run(faults=5e5)])
+    (kept,) = hypotheses(FirstRun([first_run(faults=5e5)]))
     run.records[0].meta["knobs"] = {"keep-memory": {"set": False, "why_not": "no mallopt"}}
     assert kept.why_void(run) == "keep-memory has no effect: no mallopt"

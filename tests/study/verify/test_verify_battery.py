@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.analyze.verification.mistakes import MISTAKES
+from paceline.analyze.verification.find import MISTAKES
 
 BATTERY = Path(__file__).parents[3] / "benchmarks" / "verify"
 HALVES = ("open", "kept-out")

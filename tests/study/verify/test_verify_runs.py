@@ -7,8 +7,8 @@ import pytest
 import ranks
 
 from paceline.analyze.verification.find import find
+from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.analyze.verification.view import View
 from paceline.observe.settings import VerifySettings
 from paceline.observe.sketch_rows import SKETCH_SIZE
 from paceline.study.trials import ScriptRequest
@@ -103,7 +103,7 @@ def test_script_that_draws_in_its_forward_is_replayed_with_the_numbers_of_the_ra
         assert np.allclose(mine, other, rtol=1e-4, atol=1e-6)
     (note,) = found.notes
     assert "draws random numbers in script.py:26, others on each rank: one rank trained" in note
-    assert View(found).comparison.meant == ["random-numbers"]
+    assert JoinedRuns(found).comparison.meant == ["random-numbers"]
 
 
 @pytest.mark.long
@@ -218,7 +218,7 @@ def test_small_difference_is_none_if_last_bits_change_as_much(is_rounding):
     change = lambda size: lambda rank, step, all_: {n: size * g for n, g in all_.items()}  # noqa: E731
     found = verified(Training(epochs=1))
     found.ranks = verified(Training(epochs=1, change=change(1.0004))).ranks
-    one = View(found).comparison.whole
+    one = JoinedRuns(found).comparison.whole
     assert one is not None
     assert one.size == pytest.approx(0.0004, rel=0.1)
     other = verified(Training(epochs=1, change=change(1.0002 if is_rounding else 1.000001)))
@@ -259,7 +259,7 @@ def test_accumulation_to_a_fixed_global_batch_is_compared_with_the_unchanged_scr
     verify._compare_with_alone(Runs(), found)
     assert (found.replay is found.alone) == has_same_order
     assert asked_for == [2 * VerifySettings("").batches] * has_same_order
-    assert len(View(found).replayed) == (4 if has_same_order else 0)
+    assert len(JoinedRuns(found).replayed) == (4 if has_same_order else 0)
     assert [one.mistake.id for one in find(found) if not one.is_question] == []
     found.ranks = train(replace(asked, exchange=total))
     wrong = [one.mistake.id for one in find(found) if one.difference is not None]

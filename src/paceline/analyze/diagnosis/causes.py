@@ -1,30 +1,35 @@
 """Find what slows a training down, by rules over the figures of the ladder and the record.
 
-``RULES`` maps each witness to the rule that names its cause. ``confirmation`` decides whether the
-experiments confirm it, and ``overlap`` gives each second of a step to one cause only.
+``table.py`` lists the indicators of causes, each with the rule that names its cause.
+``confirmation`` decides whether the experiments confirm it. Each second of a step belongs to one
+cause only.
+
+Two rules may see the same time: a rank that collects garbage is also late, and the line that
+collects is also work of the script. Such a pair is one cause with two signs. The more specific
+cause keeps the time. Shares of all causes add up to 1 at most.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .confirmation import (
     CONFIRMED,
+    ESTIMATE,
     EXCHANGE_PARTS,
+    EXPERIMENT,
     NOT_CONFIRMED,
     NOT_TESTABLE,
     RECORD,
     Witness,
-    measured,
     verdict,
 )
 from .evidence import MIN_SHARE, Evidence
-from .exchanged_calls import CollectiveKind
-from .ladder import BARS, Interval, RungResult, Waterfall
-from .overlap import Cause, check_no_time_is_named_twice, ranked, without_overlap
-from .rules import compute, exchange, exchange_parts, inputs, lines, pipeline, ranks, script
+from .rules import lines, ranks
 from .rules.failed_parts import FailedParts, NoFailedParts
 from .rules.operators import Finding
+from .rungs import BARS, Interval, Waterfall
+from .table import CAUSES, INDICATORS
 
 __all__ = [
     "CONFIRMED",
@@ -46,14 +51,42 @@ __all__ = [
 ]
 
 
-BINDING = "binding"  # witness of waits for the few cores that ranks may use
 OPERATORS = "operators"  # witness of causes from the profile of operators
 # Losses that any data-parallel training has. A core alone has a higher clock, and more of the
 # caches, than when all cores compute; gradients are exchanged in each step, and ranks wait for
 # whichever is late. POP calls efficiencies of 80 % acceptable (https://pop-coe.eu/node/69).
 USUAL_SHARE = 0.2  # of a step; below it, they are no causes
-MAX_USUAL_CALLS = 3  # per step: with more small collectives, their number is the cause
-_USUAL = ("shared-machine", "exchange-bandwidth", "exchange-latency", "jitter")
+ROUNDING = 1e-9  # error of a sum of shares
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause of lost time.
+
+    Attributes:
+        share: Share of a step's time, without what belongs to other causes.
+        interval: Range of shares that the ladder and the record allow.
+        confirmed: Whether an experiment confirms the cause: "confirmed", "not-confirmed" or
+            "not-testable".
+        measured: Share that the experiment measured, with its interval; None without one.
+        basis: What the share is based on: "experiment", "record" or "estimate".
+        witness: Name of the witness whose rule named the cause.
+    """
+
+    id: str
+    share: float
+    interval: tuple[float, float]
+    sentence: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    confirmed: str = CONFIRMED
+    measured: Interval | None = None
+    basis: str = EXPERIMENT
+    witness: str = ""
+
+    def reduced(self, share: float) -> "Cause":
+        """Return the cause without a share that belongs to another one."""
+        low, high = (max(bound - share, 0.0) for bound in self.interval)
+        return replace(self, share=max(self.share - share, 0.0), interval=(low, high))
 
 
 def witnesses(e: Evidence) -> list[Witness]:
@@ -61,87 +94,11 @@ def witnesses(e: Evidence) -> list[Witness]:
 
     Those of BARS come first. The others are part of the ideal step, as one rank alone has them too.
     """
-    bar, share = e.waterfall.of_step, e.loss_share
-    exchanged = share("transfer", doing=("transfer", "wait")) + e.occasional_waits
-    all_exchange = _switched_off(e, "silent", bar("exchange"))
-    parts = exchange_parts.parts(e)
-    transferred = None
-    if (broadcasts := measured(e, "broadcasts")) is not None:
-        parts.pop(CollectiveKind.BUFFER, None)  # a better experiment measures it
-        transferred = exchange_parts.transfer_of(e, CollectiveKind.BUFFER)
-    rest = max(1 - sum(parts.values()), 0.0)
-    exchanged -= (objects := exchange_parts.never_off(e))
-    unmeasured = [Witness("objects", None, objects)] if objects else []
-    unmeasured = [] if CollectiveKind.OBJECT in parts else unmeasured
-
-    def part(factor: float) -> tuple[Interval | None, float]:
-        scaled = all_exchange.scaled(factor) if all_exchange is not None else None
-        return scaled, factor * exchanged
-
     return [
-        Witness("sharing", bar("sharing"), None),
-        Witness("uneven", bar("uneven"), e.compute_imbalance),
-        Witness("exchange", *part(rest)),
-        *(Witness(exchange_parts.WITNESSES[kind], *part(parts[kind])) for kind in parts),
-        *unmeasured,
-        Witness("broadcasts", broadcasts, transferred),
-        Witness(
-            "input", _switched_off(e, "cached", bar("input")), share("input", doing=("input",))
-        ),
-        Witness("validation", bar("validation"), share("validation", doing=("validation",))),
-        Witness("checkpoint", bar("checkpoint"), share("checkpoint", doing=("checkpoint",))),
-        Witness("bubble", None, share("bubble", doing=("bubble",))),
-        Witness("script", None, share("other")),
-        Witness("standing", None, script.off_core_share(e)),
-        Witness(BINDING, None, ranks.waits_of_binding(e)),
-        Witness("noise", None, ranks.foreign_delay_share(e)),
-        Witness("threads", measured(e, "threads"), None),
-        Witness("layout", measured(e, "layout"), None),
-        Witness("precision", measured(e, "precision"), compute.float64_share(e)),
-        Witness("allocator", measured(e, "allocator"), compute.page_fault_share(e)),
-        Witness("memory", None, e.mean_usage("everything", "squeezed")),
-        Witness("collector", measured(e, "collector"), compute.collecting_share(e)),
-        Witness("interpreter", measured(e, "interpreter"), compute.interpreter_lock_share(e)),
-        Witness("search", measured(e, "search"), compute.unused_search_share(e)),
+        Witness(one.name, one.saving(e), one.record(e))
+        for one in INDICATORS.values()
+        if one.is_present(e)
     ]
-
-
-def _switched_off(e: Evidence, rung: str, bar: Interval | None) -> Interval | None:
-    """Return the bar below a rung, or None if the rung could switch nothing off."""
-
-    def count(one: RungResult) -> int:
-        return one.cached if rung == "cached" else one.silent
-
-    results = e.rungs.get(rung, [])
-    return bar if not results or any(map(count, results)) else None
-
-
-Rule = Callable[[Evidence], tuple[str, str, dict[str, Any]] | None]
-
-# For each witness, the rule that names its cause.
-RULES: dict[str, Rule] = {
-    "sharing": ranks.sharing,
-    "uneven": ranks.uneven,
-    "exchange": exchange.exchange,
-    **{name: exchange_parts.rule_for(kind) for kind, name in exchange_parts.WITNESSES.items()},
-    "broadcasts": exchange_parts.rule_for(CollectiveKind.BUFFER),
-    "input": inputs.inputs,
-    "validation": ranks.rule_for_phase("validation"),
-    "checkpoint": ranks.rule_for_phase("checkpoint"),
-    "bubble": pipeline.bubble,
-    "script": script.script,
-    "standing": script.off_core,
-    BINDING: ranks.restricted_binding,
-    "noise": ranks.noisy,
-    "threads": ranks.threads,
-    "layout": compute.layout,
-    "precision": compute.precision,
-    "allocator": compute.allocator,
-    "memory": compute.memory,
-    "collector": compute.collector,
-    "interpreter": compute.interpreter,
-    "search": compute.search,
-}
 
 
 def causes(e: Evidence, parts: FailedParts | None = None) -> list[Cause]:
@@ -167,7 +124,7 @@ def causes(e: Evidence, parts: FailedParts | None = None) -> list[Cause]:
             before = found.get(cause.id)
             found[cause.id] = cause if before is None else _merge(before, cause)
     late = None
-    if not _LATE_RANK_CAUSES & set(found):
+    if not any(CAUSES[name].is_of_one_rank for name in found):
         late = parts.compute("the rank that the others wait for", lambda: lines.late_rank(e), None)
     work = late.named[2] if late is not None else None
     work = found["slow-rank"].evidence if "slow-rank" in found else work
@@ -196,7 +153,8 @@ def _have_same_line(*evidence: dict[str, Any]) -> bool:
 def _of_lines(e: Evidence, found: dict[str, Cause], result: list[lines.LineCause]) -> list[Cause]:
     """Return ``result`` and the causes that the line profile shows and none of these explains."""
     explained = [(one.id, one.sentence, one.evidence) for one in found.values()]
-    result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)])
+    states = {name: CAUSES[name].states for name in (*found, *(one.named[0] for one in result))}
+    result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)], states)
     causes_of_lines = []
     for number, one in enumerate(result):
         name, sentence, evidence = one.named
@@ -209,12 +167,6 @@ def _of_lines(e: Evidence, found: dict[str, Cause], result: list[lines.LineCause
             )
         )
     return causes_of_lines
-
-
-# Causes that explain why ranks wait for one of them.
-_LATE_RANK_CAUSES = {
-    *("slow-rank", "slow-host", "uneven-data", "validation-on-one-rank", "checkpoint-on-one-rank"),
-}
 
 
 def unconfirmed_causes(e: Evidence, parts: FailedParts | None = None) -> list[Cause]:
@@ -230,7 +182,7 @@ def _named(witness: Witness, e: Evidence) -> Cause | None:
 
     The share of an unconfirmed one is what was expected, if the record has it.
     """
-    named = RULES[witness.name](e)
+    named = INDICATORS[witness.name].rule(e)
     if named is None:
         return None
     name, sentence, evidence = named
@@ -302,10 +254,9 @@ def split_usual(found: Iterable[Cause]) -> tuple[list[Cause], list[Cause]]:
 
 
 def _is_usual(cause: Cause) -> bool:
-    if cause.id not in _USUAL or cause.share >= USUAL_SHARE:
-        return False
-    many = float(cause.evidence.get("calls_a_step", 0.0)) > MAX_USUAL_CALLS
-    return not (many and cause.id == "exchange-latency")
+    kind = CAUSES[cause.id]
+    is_small = kind.is_usual and cause.share < USUAL_SHARE
+    return is_small and float(cause.evidence.get("calls_a_step", 0.0)) <= kind.max_usual_calls
 
 
 def _place_of(line: dict[str, Any]) -> tuple[str, Any]:
@@ -315,7 +266,7 @@ def _place_of(line: dict[str, Any]) -> tuple[str, Any]:
 
 def _merge(one: Cause, other: Cause) -> Cause:
     """Merge two findings of the same cause: bars are disjoint and add up, other shares overlap."""
-    if other.witness == BINDING:
+    if other.witness == ranks.BINDING:
         return one  # an experiment or a bar shows more than waits for cores
     if other.witness not in BARS:
         return max(one, other, key=lambda cause: cause.share)
@@ -332,3 +283,72 @@ def uncertain_bars(w: Waterfall, named: Sequence[Cause] = ()) -> list[str]:
     known = {"exchange" if one.witness in EXCHANGE_PARTS else one.witness for one in named}
     doubtful = (bar for bar in w.bars if bar.id not in known)
     return [bar.id for bar in doubtful if bar.of_step.mean >= MIN_SHARE and bar.of_step.low < least]
+
+
+# Overlap
+
+
+def without_overlap(causes: list[Cause], e: Evidence) -> list[Cause]:
+    """Return the causes with disjoint shares, largest first; estimates come last.
+
+    A cause that loses so much that less than ``MIN_SHARE`` remains is no cause of its own any
+    more. It is listed as a sign in the evidence of the cause that keeps the time.
+    """
+    left = {cause.witness: cause for cause in causes}
+    tested_first = sorted(INDICATORS.values(), key=lambda one: one.experiment is None)
+    for specific in tested_first:
+        for general, overlap in specific.overlaps.items():
+            if specific.name in left and general in left:
+                shares = (overlap(e), left[specific.name].share, left[general].share)
+                _take(left, specific.name, general, max(min(shares), 0.0))
+    whole = 1.0
+    found: list[Cause] = []
+    for cause in sorted(left.values(), key=_reliability):
+        kept = cause.reduced(cause.share - whole) if cause.share > whole else cause
+        if kept.share >= MIN_SHARE:
+            found.append(kept)
+            whole -= kept.share
+        elif found:  # its time belongs to the causes before it
+            at = found.index(max(found, key=lambda one: one.share))
+            found[at] = _with_sign(found[at], cause)
+    return ranked(found)
+
+
+def check_no_time_is_named_twice(found: list[Cause], e: Evidence) -> None:
+    """Assert that shares add up to a step at most, and those of bars to what the bars lose."""
+    assert all(0 < one.share <= 1 + ROUNDING for one in found), found
+    assert sum(one.share for one in found) <= 1 + ROUNDING, found
+    lost = sum(max(bar.of_step.mean, 0.0) for bar in e.waterfall.bars)
+    of_bars = [one for one in found if one.basis == EXPERIMENT]
+    of_bars = [one for one in of_bars if one.witness in (*BARS, *EXCHANGE_PARTS)]
+    assert sum(one.share for one in of_bars) <= lost + ROUNDING, (found, lost)
+
+
+def ranked(causes: list[Cause]) -> list[Cause]:
+    """Return the causes, largest first; estimates come last."""
+    return sorted(causes, key=lambda one: (one.basis == ESTIMATE, -one.share))
+
+
+def _take(left: dict[str, Cause], specific: str, general: str, shared: float) -> None:
+    """Take the time that both witnesses see from the general one."""
+    rest = left[general].reduced(shared)
+    if rest.share >= MIN_SHARE:
+        left[general] = rest
+        return
+    if shared:
+        left[specific] = _with_sign(left[specific], left[general])
+        del left[general]
+
+
+def _with_sign(cause: Cause, sign: Cause) -> Cause:
+    signs = [*cause.evidence.get("signs", []), {"id": sign.id, "share": sign.share}]
+    return replace(cause, evidence=cause.evidence | {"signs": signs})
+
+
+def _reliability(cause: Cause) -> tuple[int, float]:
+    """Return the sort key of who keeps time that several causes see."""
+    if cause.basis == EXPERIMENT:
+        rank = 1 if cause.witness in BARS else 0
+    else:
+        rank = 3 if cause.basis == ESTIMATE else 2
+    return rank, -cause.share

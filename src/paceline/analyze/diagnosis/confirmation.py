@@ -7,33 +7,14 @@ cause that no experiment can switch off is named by what the record shows, or by
 import math
 from dataclasses import dataclass
 
-from ...record.experiments.rung import NO_BROADCASTS, NO_COLLECTION, THREADS_PAUSED
-from .evidence import MIN_SHARE, Evidence
-from .ladder import BARS, Interval
-from .switched import reference_name
+from .evidence import MIN_SHARE
+from .rungs import BARS, Interval
+from .table import INDICATORS
 
 CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "not-confirmed", "not-testable"
 # What a share is based on, the most reliable first.
 EXPERIMENT, RECORD, ESTIMATE = "experiment", "record", "estimate"
-# Rungs that test one hypothesis each (study/diagnose/hypotheses.py).
-KEPT_MEMORY, SEARCH_OFF = "memory kept", "no search for unused parameters"
-FLOAT32 = "float32 instead of float64"
 MAX_RELATIVE_HALF_WIDTH = 0.5  # of a share that a single experiment measured
-
-# By witness: the rung without the cause, and the rung that it is compared with.
-EXPERIMENTS: dict[str, tuple[str, str]] = {
-    "threads": ("one thread", "silent"),
-    "layout": ("alone, channels-last", "alone"),
-    "collector": (NO_COLLECTION, reference_name(NO_COLLECTION)),
-    "interpreter": (THREADS_PAUSED, "everything"),
-    "broadcasts": (NO_BROADCASTS, reference_name(NO_BROADCASTS)),
-    "allocator": (KEPT_MEMORY, "everything"),
-    "search": (SEARCH_OFF, "everything"),
-    "precision": (FLOAT32, "everything"),
-}
-# Witnesses whose figure from the record is not a time that a clock measured, but is computed from
-# the cost of one operation, or from what remains of a step without its known parts.
-ESTIMATED = ("allocator", "precision", "interpreter")
 # Of a step, in experiment and record: with too few rounds, a bar of less is no cause.
 MIN_UNDECIDED = 0.1
 # Parts of the bar "exchange". The record says how much of it each one is. "broadcasts" is the part
@@ -70,7 +51,7 @@ class Witness:
         """What the share is based on: EXPERIMENT, RECORD or ESTIMATE."""
         if self.ladder is not None and not self.is_undecided:
             return EXPERIMENT
-        return ESTIMATE if self.name in ESTIMATED else RECORD
+        return ESTIMATE if INDICATORS[self.name].is_estimate else RECORD
 
     @property
     def share(self) -> float:
@@ -85,27 +66,9 @@ class Witness:
         if self.ladder is None or self.is_undecided:
             return self.share, self.share
         bounds = [self.ladder.low, self.ladder.high]
-        known = self.record is not None and self.name not in ESTIMATED
+        known = self.record is not None and not INDICATORS[self.name].is_estimate
         bounds += [self.record] if known and self.record is not None else []
         return min(bounds), max(bounds)
-
-
-def measured(e: Evidence, name: str) -> Interval | None:
-    """Return the share of a step that the experiment of a witness saved; None without one.
-
-    The interval of a switched phase is that of all its pairs of blocks.
-    """
-    without, reference = EXPERIMENTS[name]
-    against = e.step_time_saving(without, reference)
-    savings = e.savings.get(without)
-    if not savings:
-        return against
-    found = Interval.of(savings)
-    if name == "layout":  # of the step of one rank
-        return found.scaled(e.relative_step_time(reference))
-    if name == "interpreter" and against is not None and 0 < against.mean < found.mean:
-        return found.scaled(against.mean / found.mean)  # threads that can be paused are slower
-    return found
 
 
 def verdict(witness: Witness) -> str:

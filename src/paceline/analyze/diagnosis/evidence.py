@@ -17,10 +17,10 @@ from ..figures.report import Report
 from ..sharding.sharded_model import ShardedModel
 from .exchanged_calls import ExchangedCalls
 from .gradient_sync import GradientSync
-from .ladder import Interval, RungResult, Waterfall
 from .lateness import COMPUTING
 from .line_profile import LineProfile
-from .survey import is_rare
+from .rare_events import is_rare
+from .rungs import Interval, RungResult, Waterfall
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 MIN_SHARE = 0.05  # of a step's time; smaller losses are not reported
@@ -125,18 +125,18 @@ class Evidence:
         computing = [[sum(rank[name] for name in COMPUTING)] for rank in self.report.states]
         return rank_spread(np.array(computing)) if computing else RankSpread(0.0, 0.0)
 
+    def used(self, rung: str) -> list[dict[str, Any]]:
+        """Return what each rank used in each round of a rung, where it was measured."""
+        every = [used for result in self.rungs.get(rung, []) for used in result.used]
+        return [used for used in every if used.get("seconds")]
+
     def mean_usage(self, rung: str, resource: str) -> float:
         """Return the mean rate of a resource in a rung: its counter divided by the phase's seconds.
 
         Dimensionless for times, 1/s for ``faults``; 0.0 if it was not measured. ``read_usage``
         (record/ring/resource_usage.py) has the names.
         """
-        found = [
-            rank[resource] / rank["seconds"]
-            for result in self.rungs.get(rung, [])
-            for rank in result.used
-            if resource in rank and rank.get("seconds")
-        ]
+        found = [used[resource] / used["seconds"] for used in self.used(rung) if resource in used]
         return sum(found) / len(found) if found else 0.0
 
     def off_core(self, rung: str, rank: int) -> float:

@@ -8,12 +8,140 @@ from ..records.blocked_time import assign_blocked_time
 from ..records.clock_alignment import Clocks
 from ..records.match_collectives import NO_INDEX, MatchedCommunication
 from ..records.read_record import Record
-from ..records.state_timeline import Timeline, Window, build_timeline
+from ..records.state_timeline import Ints, Timeline, Window, build_timeline
 from . import losses as lost
-from .ideal_network import ideal_length
 from .losses import Loss, StepRanges
 from .pop import busy_ns, check_identities, efficiencies
 from .window_steps import steps_in_window
+
+# Replay the run on an ideal network, in which every transfer takes no time.
+#
+# The computing between communications, the points where collectives are launched and waited for,
+# and the offsets at the window's start are kept; waits are recomputed. What is still longer than
+# the longest rank's own time is serialisation: ranks that wait for each other alternately.
+
+MAX_SMALL_GROUP = 16  # mean launches per node, up to which scalars are faster than arrays
+
+
+def ideal_length(matched: MatchedCommunication, timelines: list[Timeline], within: Window) -> int:
+    """Return T_id: the window's length in ns with every transfer = 0.
+
+    With B(t) a rank's time outside communication up to t and D its delay so far, a launch
+    happens at B + D, and a wait for a launch at M raises D to M - B where that is more.
+    """
+    busy = np.array([int(t.cumulative_busy([within.end])[0]) for t in timelines])
+    waits, launches = matched.waits, matched.launches
+    inside = (waits["end"] > within.start) & (waits["start"] < within.end)
+    rank_of, end, node_of = (waits[name][inside] for name in ("record", "end", "node"))
+    if not len(end):
+        return int(busy.max())
+    in_time = np.lexsort((end, rank_of))
+    end, node_of = end[in_time], node_of[in_time]
+    ranks = len(timelines)
+    count = np.bincount(rank_of, minlength=ranks)
+    base = np.concatenate(([0], np.cumsum(count)[:-1]))  # of each rank's waits
+    slots = base + np.arange(ranks)  # of its delays: one more than waits
+    before = np.zeros(len(end), np.int64)  # B at each wait
+    at_launch = np.zeros(len(launches), np.int64)  # B at each launch
+    waits_before = np.zeros(len(launches), np.int64)
+    counts = np.bincount(launches["record"], minlength=ranks)
+    first = np.concatenate(([0], np.cumsum(counts)))  # of each rank's launches
+    for rank, line in enumerate(timelines):
+        waits_of_rank = slice(base[rank], base[rank] + count[rank])
+        before[waits_of_rank] = line.cumulative_busy(end[waits_of_rank])
+        launches_of_rank = slice(first[rank], first[rank + 1])
+        start = np.maximum(launches["start"][launches_of_rank], within.start)
+        at_launch[launches_of_rank] = line.cumulative_busy(start)
+        waits_before[launches_of_rank] = np.searchsorted(end[waits_of_rank], start, "right")
+    delays = _delays(matched, node_of, before, at_launch, waits_before, base, slots, count)
+    return int((busy + delays).max())
+
+
+def _delays(
+    matched: MatchedCommunication,
+    node_of: Ints,
+    before: Ints,
+    at_launch: Ints,
+    waits_before: Ints,
+    base: Ints,
+    slots: Ints,
+    count: Ints,
+) -> Ints:
+    """Return every rank's delay at the end of the window (ns).
+
+    Nodes are processed in the order of their last launch: all waits that precede a launch are for
+    nodes that were complete before it.
+    """
+    rows, order, owner = matched.node_rows, matched.node_launches, matched.launches["record"]
+    used = np.unique(node_of[node_of >= 0])
+    last = np.maximum.reduceat(matched.launches["start"][order], rows[:-1])[used]
+    never = np.iinfo(np.int64).min // 2
+    complete = np.full(len(rows), never)  # when each node is, in the replay; the last: no node
+    delay = np.zeros(len(node_of) + len(count), np.int64)
+    done = np.zeros(len(count), np.int64)  # waits gone through, of each rank
+
+    def advance(who: Ints, goal: Ints) -> None:
+        while True:
+            behind = done[who] < goal
+            if not behind.any():
+                return
+            who, goal = who[behind], goal[behind]
+            at = base[who] + done[who]
+            slot = slots[who] + done[who]
+            lifted = complete[node_of[at]] - before[at]
+            delay[slot + 1] = np.maximum(delay[slot], lifted)
+            done[who] += 1
+
+    in_turn = used[np.argsort(last, kind="stable")]
+    if len(order) < MAX_SMALL_GROUP * len(rows):
+        return _delays_one_by_one(
+            matched, node_of, before, at_launch, waits_before, base, count, in_turn
+        )
+    for node in in_turn.tolist():
+        launch = order[rows[node] : rows[node + 1]]
+        rank, goal = owner[launch], waits_before[launch]
+        advance(rank, goal)
+        complete[node] = (at_launch[launch] + delay[slots[rank] + goal]).max()
+    all_ranks = np.arange(len(count))
+    advance(all_ranks, count)
+    return np.asarray(delay[slots + count], np.int64)
+
+
+def _delays_one_by_one(
+    matched: MatchedCommunication,
+    node_of: Ints,
+    before: Ints,
+    at_launch: Ints,
+    waits_before: Ints,
+    base: Ints,
+    count: Ints,
+    in_turn: Ints,
+) -> Ints:
+    """Return the same delays as ``_delays``, computed with scalars."""
+    rows, order = matched.node_rows.data, matched.node_launches
+    owner = matched.launches["record"][order].data
+    goals, launched = waits_before[order].data, at_launch[order].data
+    nodes, at_wait = node_of.data, before.data
+    first, done = base.tolist(), [0] * len(base)
+    complete = [np.iinfo(np.int64).min // 2] * len(rows)
+    delay = np.zeros(len(before) + len(base), np.int64).data
+
+    def advance(who: int, goal: int) -> int:
+        start = first[who]
+        if done[who] < goal:
+            late = delay[start + who + done[who]]
+            for at in range(start + done[who], start + goal):
+                late = max(late, complete[nodes[at]] - at_wait[at])
+                delay[at + who + 1] = late
+            done[who] = goal
+        return int(delay[start + who + goal])
+
+    for node in in_turn.tolist():
+        complete[node] = max(
+            launched[i] + advance(owner[i], goals[i]) for i in range(rows[node], rows[node + 1])
+        )
+    return np.array([advance(who, goal) for who, goal in enumerate(count.tolist())], np.int64)
+
 
 MAX_REPLAY_NS = 1 << 62  # of all ranks' time together: delays in the replay may add up to it
 

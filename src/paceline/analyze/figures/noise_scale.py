@@ -41,13 +41,6 @@ class NoiseScale:
     global_batch: int
     steps: int
 
-    @property
-    def extra_samples(self) -> float | None:
-        """Samples to a loss with this batch, over those with a small one (equation 2.11)."""
-        if self.samples is None:
-            return None
-        return 1 + self.global_batch / self.samples if self.samples else math.inf
-
     def steps_with(self, global_batch: float) -> float | None:
         """Return the number of steps to a loss with another batch, relative to this one's."""
         if self.samples is None:

@@ -13,8 +13,6 @@ from ...cost.machine.machine_file import Machine
 from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ...significance import is_slowest
-from ..memory.growth import MemoryGrowth, find_growth
-from ..memory.peaks import MemoryPeak, find_peaks
 from ..records.child_processes import untracked_training
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.core_waits import OtherThreads, other_threads
@@ -33,15 +31,22 @@ from ..records.state_timeline import (
     total,
 )
 from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_layers
-from .halos import HaloLayer, halo_layers
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
+from .memory import MemoryGrowth, MemoryPeak, find_growth, find_peaks
 from .mesh_axes import MeshAxis, axes_add_up, axis_figures
 from .noise_scale import NoiseScale, noise_scale_of
 from .pipeline import PipelineFigures, measure_pipeline
 from .pop import Efficiencies, efficiencies, unblocked_ns
 from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
-from .rank_placement import LoaderTotals, RankPlacement, loader_totals, rank_placements
+from .rank_placement import (
+    HaloLayer,
+    LoaderTotals,
+    RankPlacement,
+    halo_layers,
+    loader_totals,
+    rank_placements,
+)
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range

@@ -4,15 +4,17 @@ Shares and rates come from the same analysis as those of a report, over the step
 contain. current_states.py determines the current state of each rank.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ...plurals import named_ranks
-from ...record.ring.states import BESIDE_STATES, State
+from ...record.ring.states import BESIDE_STATES, ROOTED_OPS, State
 from ...record.ring.tail import Tail
+from ..figures.losses import collective_name
 from ..figures.report import TABLES_DIFFER, analyse_with_window
 from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run
@@ -36,7 +38,7 @@ _MIN_BLOCKED_STEPS = 3.0
 
 
 @dataclass(frozen=True)
-class View:
+class LiveView:
     """The state of a running job; times in seconds, shares in [0, 1].
 
     Figures that need two steps in every tail are None or empty with fewer steps.
@@ -95,7 +97,7 @@ class RankTail:
 
 def view(
     tails: Sequence[Tail], command: list[str], size: int | None = None, silent: Sequence[str] = ()
-) -> View | None:
+) -> LiveView | None:
     """Return the view of these tails, or None if no rank has a record yet.
 
     Args:
@@ -111,7 +113,7 @@ def view(
     figures, typical = _figures(Run("live", records, missing, [], command))
     doing = with_device_waits(records, [rank_state(rank.record, rank.tail) for rank in ranks])
     long_s = max(MIN_BLOCKED_S, _MIN_BLOCKED_STEPS * typical)
-    return View(
+    return LiveView(
         command=command_words(command),
         size=size,
         ranks=[record.rank for record in records],
@@ -175,7 +177,7 @@ def _event_count(record: Record) -> int:
 
 
 def _figures(run: Run) -> tuple[dict[str, Any], float]:
-    """Return the fields of a View that need two steps, and the median step time in seconds.
+    """Return the fields of a LiveView that need two steps, and the median step time in seconds.
 
     The step time is 0 if it is unknown.
     """
@@ -213,3 +215,62 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
         "waited_for": longest_waits(m, MAX_WAIT_PAIRS),
     }
     return found, float(np.median(steps.seconds))
+
+
+# Find the ranks of a running job that wait in collectives which can't complete.
+#
+# A rank that is in no collective may sleep, download or wait for a file system: it may still
+# arrive, so the ranks that wait for it are not deadlocked.
+
+# Their members do not all wait for each other: most wait for the root only.
+_ROOTED = {collective_name(op) for op in ROOTED_OPS}
+
+
+def find_deadlocked_ranks(view: LiveView, stopped: Collection[int] = ()) -> list[int]:
+    """Return the ranks that wait in a collective which can't complete, sorted.
+
+    A collective can't complete if members are in different collectives with the same number, or if
+    a member that has not begun it has exited, is stopped, is on a host that does not answer, or
+    waits in another collective that can't complete.
+
+    Args:
+        view: State of the job.
+        stopped: Ranks whose process is stopped by a signal.
+    """
+    absent_for_good = {now.rank for now in view.now if now.process == "ended"} | {*stopped}
+    blocked: dict[tuple[str | None, int | None, str | None], BlockedCollective] = {
+        (one.group, one.number, one.collective): one for one in view.standing
+    }
+    waiting = {
+        now.rank: one
+        for now in view.now
+        if now.doing == "exchange"
+        and (one := blocked.get((now.group, now.number, now.collective))) is not None
+    }
+    counts = Counter((one.group, one.number) for one in view.standing)
+    # Begin with all ranks that wait, and remove those whose collective may complete.
+    stuck = set(waiting)
+    while True:
+        never = stuck | absent_for_good
+        free = {
+            rank
+            for rank in stuck
+            if counts[waiting[rank].group, waiting[rank].number] == 1
+            and _may_complete(waiting[rank], never, absent_for_good, bool(view.silent_hosts))
+        }
+        if not free:
+            return sorted(stuck)
+        stuck -= free
+
+
+def _may_complete(
+    one: BlockedCollective, never: set[int], absent_for_good: set[int], hosts_silent: bool
+) -> bool:
+    """Return whether the collective may complete if the ranks in ``never`` do not arrive.
+
+    absent_for_good: Ranks that take no further part, even in a collective that they have begun.
+    """
+    awaited = [rank in never for rank in one.absent]
+    awaited += [hosts_silent] * one.unseen
+    awaited += [True for rank in one.inside if rank in absent_for_good]
+    return not all(awaited) or not awaited if one.collective in _ROOTED else not any(awaited)

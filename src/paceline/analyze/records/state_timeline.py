@@ -186,17 +186,10 @@ class Timeline:
         lengths, states = np.diff(self.edges)[starved], self.underlying[starved]
         return {STATES[i]: total(lengths[states == i]) for i in np.unique(states).tolist()}
 
-    def state_at(self, times: Ints) -> npt.NDArray[np.int8]:
-        """Return the index in STATES of the state at each time of the window."""
-        return self.label[self._segment_at(times)]
-
     def underlying_at(self, times: Ints) -> npt.NDArray[np.int8]:
         """Return the index in STATES of what the rank did at each time, with or without a core."""
-        return self.underlying[self._segment_at(times)]
-
-    def _segment_at(self, times: Ints) -> Ints:
         segment = np.searchsorted(self.edges, times, "right") - 1
-        return np.asarray(np.clip(segment, 0, len(self.label) - 1))
+        return self.underlying[np.clip(segment, 0, len(self.label) - 1)]
 
 
 def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:

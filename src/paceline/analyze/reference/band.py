@@ -15,7 +15,53 @@ from dataclasses import dataclass
 import numpy as np
 
 from .series import MIN_VALUES, Floats, Reference, Series
-from .smooth import half_widths, local_lines, local_means
+
+# Smoothing of a series by local lines, in windows that grow from the start of the training.
+
+MIN_HALF_WIDTH = 3  # values on each side
+GROWTH = 0.15  # half width of a window, as a share of the values before it: losses fall fast first
+
+
+def half_widths(count: int, limit: float) -> Floats:
+    """Return the half width of the window around each of ``count`` values."""
+    return np.clip(GROWTH * np.arange(count), MIN_HALF_WIDTH, max(limit, MIN_HALF_WIDTH))
+
+
+def local_lines(x: Floats, y: Floats, limit: float) -> Floats:
+    """Return, at each x, the value of the line fitted to the values of its window.
+
+    Args:
+        x, y: The series; x increases.
+        limit: Largest half width of a window, in values.
+    """
+    count = len(x)
+    low, high = _windows(count, limit)
+    center = x - x.mean()
+
+    def sums(values: Floats) -> Floats:
+        cumulative = np.concatenate(([0.0], np.cumsum(values)))
+        return np.asarray(cumulative[high] - cumulative[low])
+
+    number = (high - low).astype(float)
+    mean_x, mean_y = sums(center) / number, sums(y) / number
+    variance = sums(center * center) / number - mean_x**2
+    covariance = sums(center * y) / number - mean_x * mean_y
+    slope = np.where(variance > 0, covariance / np.where(variance > 0, variance, 1.0), 0.0)
+    return np.asarray(mean_y + slope * (center - mean_x))
+
+
+def local_means(y: Floats, limit: float) -> Floats:
+    """Return the mean of the values in the window around each."""
+    low, high = _windows(len(y), limit)
+    cumulative = np.concatenate(([0.0], np.cumsum(y)))
+    return np.asarray((cumulative[high] - cumulative[low]) / (high - low))
+
+
+def _windows(count: int, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    half = half_widths(count, limit).astype(int)
+    at = np.arange(count)
+    return np.maximum(at - half, 0), np.minimum(at + half + 1, count)
+
 
 WIDTHS = (1 / 100, 1 / 50, 1 / 25, 1 / 12, 1 / 6)  # candidate half widths, of the run's length
 FOLDS = 4  # left-out parts, to choose the width
@@ -45,7 +91,6 @@ class Band:
         noise: Standard deviation of a value around the curve of its run.
         offset: Largest offset of a healthy run.
         low, high: Smallest and largest value of the mean curve within the tolerance of time.
-        half_width: Half width of the smoothing, in values.
         runs: Number of distinct runs.
         values: Median number of values of a run.
     """
@@ -56,7 +101,6 @@ class Band:
     offset: Floats
     low: Floats
     high: Floats
-    half_width: float
     runs: int
     values: int
 
@@ -107,7 +151,7 @@ def make_band(reference: Reference) -> Band:
     stretch = _stretch(x, curves, mean, noise)
     low, high = _envelope(x, mean, stretch)
     offset = _quantile(len(runs)) * _spread(curves, low, high, noise)
-    return Band(x, mean, noise, offset, low, high, half_width, len(runs), usual)
+    return Band(x, mean, noise, offset, low, high, len(runs), usual)
 
 
 def _check(run: Series) -> None:

@@ -194,7 +194,7 @@ class RunFigures:
 
     Attributes:
         first_step: Number of the first measured step.
-        warm_up: Number of steps that were dropped by the rule of warm_up.py.
+        warm_up: Number of steps that were dropped by the rule of figures_of_run.py.
         steady: Whether the rule found a steady part; else the figures may contain warm-up.
         step_s: Duration of each measured step on the job: from the last rank's end of a step to
             its end of the next one.

@@ -12,7 +12,7 @@ from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
 from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, solve, vectors
-from .replay import NOISE_FACTOR, UNMEASURED, Replay, draws_of, significant
+from .replayed_steps import NOISE_FACTOR, UNMEASURED, ReplayedSteps, draws_of, significant
 from .runs_facts import VerifyRuns
 from .steps import JointStep, parameters, shown
 
@@ -44,7 +44,7 @@ class StepLosses:
 
 
 def step_losses(
-    replay: Replay, step: JointStep, theirs: JointStep, exchange: Exchange | None
+    replay: ReplayedSteps, step: JointStep, theirs: JointStep, exchange: Exchange | None
 ) -> StepLosses | None:
     """Return the losses of a step; None if they are not known.
 
@@ -93,7 +93,7 @@ def joint_factor(
     return next((x for x in near if abs(math.log(ratio / x)) < DRAWN * math.log(size)), 1.0)
 
 
-def _of_replay(replay: Replay, step: JointStep) -> float:
+def _of_replay(replay: ReplayedSteps, step: JointStep) -> float:
     # Of parts that one process trains one after the other, only the last one has gradients.
     return _sum(step.steps[0].backwards if replay.in_parts else step.backwards[0])
 
@@ -169,7 +169,7 @@ def percent(share: float) -> str:
 
 
 def first_difference(
-    replay: Replay, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+    replay: ReplayedSteps, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
 ) -> Difference | None:
     """Return the first difference; None if all compared steps are equal to rounding.
 
@@ -202,7 +202,7 @@ def first_difference(
 
 
 def _compared(
-    replay: Replay, step: JointStep, theirs: JointStep, floor: float
+    replay: ReplayedSteps, step: JointStep, theirs: JointStep, floor: float
 ) -> Iterator[tuple[What, dict[str, float], dict[str, float]]]:
     """Yield what is compared, the tolerances, and the relative differences, by tensor."""
     limits = replay.tolerances(step, floor)
@@ -291,7 +291,7 @@ class Comparison:
 def compare(
     runs: VerifyRuns,
     steps: Sequence[JointStep],
-    replay: Replay,
+    replay: ReplayedSteps,
     exchanges: Sequence[Exchange],
     value_lines: Sequence[str],
 ) -> Comparison:
@@ -319,7 +319,7 @@ def compare(
         if whole is None and (whole := _of_joint(runs, replayed, by_step)) is not None:
             return Comparison(replayed, whole)
         return Comparison(replayed, whole, names if whole is None and replayed else [], whole)
-    cut = Replay(runs.ranks, runs.cut, None)
+    cut = ReplayedSteps(runs.ranks, runs.cut, None)
     in_turn = [step for step in before if cut.joint(step) is not None]
     if whole is None or not in_turn:
         return Comparison(replayed, whole, whole=whole)
@@ -356,7 +356,10 @@ def _of_joint(
 
 
 def _may_count_batches(
-    one: Difference, replay: Replay, steps: Sequence[JointStep], exchanges: Sequence[Exchange]
+    one: Difference,
+    replay: ReplayedSteps,
+    steps: Sequence[JointStep],
+    exchanges: Sequence[Exchange],
 ) -> bool:
     """Return whether a difference may come from a script that counts its batches.
 
@@ -382,7 +385,7 @@ def _may_count_batches(
     return found is not None and found.residual <= COMBINED and abs(found.factor / share - 1) < 0.01
 
 
-def _depends_on_parts(whole: Difference, steps: Sequence[JointStep], replay: Replay) -> bool:
+def _depends_on_parts(whole: Difference, steps: Sequence[JointStep], replay: ReplayedSteps) -> bool:
     """Return whether the gradient of the whole batch is no combination of those of its parts.
 
     Otherwise these only have other weights. The parts are the batches of each backward of a rank.

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from ...observe.facts.events import OperatorFacts
 from ...observe.facts.ranks import RankFacts
 from .comparison import percent
+from .joined_runs import JoinedRuns
 from .relations import epsilon
-from .replay import NOISE_FACTOR
+from .replayed_steps import NOISE_FACTOR
 from .steps import parameters
-from .view import View
 
 SUSPICIOUS_ROUNDINGS = 2000  # of a gradient, from which on the order of samples is no explanation
 MAX_NOISE = 0.05  # relative difference that is suspicious for any dtype
@@ -17,18 +17,18 @@ OUTSIDE = ("lift_fresh", "lift")  # operators that make a tensor of a value
 DRAWS = ("rand", "normal", "bernoulli", "uniform", "dropout", "multinomial", "exponential")
 
 
-def suspicious_noise(view: View) -> float:
+def suspicious_noise(joined: JoinedRuns) -> float:
     """Return by how much two replays differ in the first step; 0 if rounding explains it.
 
     The median over the parameters, relative.
     """
-    if not view.steps:
+    if not joined.steps:
         return 0.0
-    step = view.steps[0]
-    noise = sorted(view.replay.noise(step).values())
+    step = joined.steps[0]
+    noise = sorted(joined.replay.noise(step).values())
     if not noise:
         return 0.0
-    known = parameters(view.ranks[0])
+    known = parameters(joined.ranks[0])
     dtypes = {known[name].dtype for name in step.names if name in known}
     dtypes |= {one.autocast for facts in step.steps for one in facts.backwards if one.autocast}
     rounding = max((epsilon(dtype) for dtype in dtypes), default=epsilon("float32"))

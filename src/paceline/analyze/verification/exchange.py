@@ -9,7 +9,7 @@ import numpy as np
 from .relations import COMPRESSED, Fit, Vectors, add, distance, fit, nonfinite, tolerance
 from .steps import JointStep, numel, parameters
 
-MEAN = 0.01  # relative difference of a gradient that is the mean
+EQUAL_TO_MEAN = 0.01  # relative difference of a gradient that is the mean
 SAME_FACTOR = 1e-3  # relative difference of equal factors
 FREE_FACTOR_NUMEL = 8  # elements from which on a factor can be told from one parameter
 
@@ -48,7 +48,7 @@ class Exchange:
     def is_mean(self) -> bool:
         """Whether the gradient is the mean of those of the ranks, for all parameters."""
         is_whole = self.kind is Kind.UNIFORM and not self.own and not self.others
-        return is_whole and abs(self.multiple - 1) < MEAN
+        return is_whole and abs(self.multiple - 1) < EQUAL_TO_MEAN
 
     @property
     def multiple(self) -> float:

@@ -7,9 +7,10 @@ from itertools import islice
 from ...observe.facts.models import FLAT
 from ...plurals import counted
 from .exchange import Kind
-from .mistakes import Finding, Nature
+from .joined_runs import JoinedRuns
+from .mistakes import Finding, Mistake, Nature
 from .relations import EPSILONS, ROUNDINGS, distance
-from .replay import NOT_COMPARED, significant
+from .replayed_steps import NOT_COMPARED, significant
 from .rules import (
     gradients,
     not_exchanged,
@@ -21,10 +22,19 @@ from .rules import (
     schedules,
 )
 from .runs_facts import VerifyRuns
-from .view import View
 
-Rule = Callable[[View], Iterator[Finding]]
+Rule = Callable[[JoinedRuns], Iterator[Finding]]
 
+MISTAKES: dict[str, Mistake] = {
+    **replicas.MISTAKES,
+    **gradients.MISTAKES,
+    **not_exchanged.MISTAKES,
+    **samples.MISTAKES,
+    **random_numbers.MISTAKES,
+    **schedules.MISTAKES,
+    **printed.MISTAKES,
+    **resumes.MISTAKES,
+}
 # In the order of their consequences: a mistake comes before those that follow from it.
 RULES: tuple[Rule, ...] = (
     replicas.start_different,
@@ -124,15 +134,15 @@ class Compared:
 
 def find(runs: VerifyRuns) -> list[Finding]:
     """Return the measured differences, the first one first, then the questions."""
-    view = View(runs)
-    return _ordered(_judged(view, [one for rule in RULES for one in _findings(rule, view)]))
+    joined = JoinedRuns(runs)
+    return _ordered(_judged(joined, [one for rule in RULES for one in _findings(rule, joined)]))
 
 
-def _findings(rule: Rule, view: View) -> Iterator[Finding]:
+def _findings(rule: Rule, joined: JoinedRuns) -> Iterator[Finding]:
     """Yield what a rule finds: the first occurrence."""
-    has_copies = view.size > 1 and not view.is_model_parallel
+    has_copies = joined.size > 1 and not joined.is_model_parallel
     if has_copies or rule not in OF_COPIES:
-        yield from islice(rule(view), None if rule in SEVERAL else 1)
+        yield from islice(rule(joined), None if rule in SEVERAL else 1)
 
 
 def judge(runs: VerifyRuns, accepted: Collection[str] = ()) -> tuple[list[Finding], Compared]:
@@ -142,33 +152,33 @@ def judge(runs: VerifyRuns, accepted: Collection[str] = ()) -> tuple[list[Findin
 
     accepted: Names in ``MEANT`` of differences that are meant.
     """
-    view = View(runs)
+    joined = JoinedRuns(runs)
     found: list[Finding] = []
     for rule in RULES:
         try:
-            found += _findings(rule, view)
+            found += _findings(rule, joined)
         except Exception as error:
             name = rule.__name__.replace("_", " ")
-            view.notes.append(f"the rule {name!r} failed ({type(error).__name__}: {error})")
+            joined.notes.append(f"the rule {name!r} failed ({type(error).__name__}: {error})")
     found = [
         replace(one, is_accepted=True) if one.meant in accepted else one
-        for one in _judged(view, found)
+        for one in _judged(joined, found)
     ]
-    meant = [one for one in view.comparison.meant if one not in accepted]
-    return _ordered(found), compared(view, meant)
+    meant = [one for one in joined.comparison.meant if one not in accepted]
+    return _ordered(found), compared(joined, meant)
 
 
-def _judged(view: View, found: Sequence[Finding]) -> Iterator[Finding]:
+def _judged(joined: JoinedRuns, found: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the findings, those about gradients as the comparison with one process judges them.
 
     A rule names a difference that was measured, and no other one.
     """
-    difference = view.difference
-    steps = {step.index + 1 for step in view.replayed}
+    difference = joined.difference
+    steps = {step.index + 1 for step in joined.replayed}
     for one in found:
         if not one.mistake.is_gradient or one.step not in steps or one.difference is not None:
             yield one
-        elif gradients.is_compensated(view):
+        elif gradients.is_compensated(joined):
             yield replace(one, text=f"{one.text} {COMPENSATED}", nature=Nature.QUESTION)
         elif difference is not None and difference.index + 1 <= one.step:
             text = f"{one.text} {difference.sentence}."
@@ -203,52 +213,52 @@ def without_consequences(found: Sequence[Finding]) -> list[Finding]:
     return kept
 
 
-def compared(view: View, meant: Sequence[str] = ()) -> Compared:
+def compared(joined: JoinedRuns, meant: Sequence[str] = ()) -> Compared:
     """Return what the rules had to compare."""
-    related = [one for one in view.exchanges if one.kind is Kind.UNIFORM]
-    found = Compared(view.size, steps=len(view.steps), related=len(related), meant=list(meant))
-    found.parameters = max((len(step.names) for step in view.steps), default=0)
-    found.epochs = max((len(one.passes) for one in view.training), default=0)
+    related = [one for one in joined.exchanges if one.kind is Kind.UNIFORM]
+    found = Compared(joined.size, steps=len(joined.steps), related=len(related), meant=list(meant))
+    found.parameters = max((len(step.names) for step in joined.steps), default=0)
+    found.epochs = max((len(one.passes) for one in joined.training), default=0)
     found.samples = sum(
         batch.used
-        for stream in view.training
+        for stream in joined.training
         for one in stream.passes
         for made in one.ranks.values()
         for batch in made.batches
     )
     found.evaluated = sum(
         batch.samples
-        for stream in view.evaluation
+        for stream in joined.evaluation
         for one in stream.passes
         for made in one.ranks.values()
         for batch in made.batches
     )
     found.largest_residual = max((one.residual for one in related), default=0.0)
-    _compare_replay(view, found)
-    found.no_verdict = _no_verdict(view, found)
-    found.notes = _notes(view, found)
+    _compare_replay(joined, found)
+    found.no_verdict = _no_verdict(joined, found)
+    found.notes = _notes(joined, found)
     if not found.replayed:
-        known = [one for one in view.runs.notes if one.startswith(NOT_COMPARED)]
-        reason = known[0].partition(": ")[2] if known else view.replay.obstacle
+        known = [one for one in joined.runs.notes if one.startswith(NOT_COMPARED)]
+        reason = known[0].partition(": ")[2] if known else joined.replay.obstacle
         found.not_replayed = (
-            view.comparison.reason or reason or "its samples or parameters are others"
+            joined.comparison.reason or reason or "its samples or parameters are others"
         )
     return found
 
 
-def _no_verdict(view: View, found: Compared) -> str:
+def _no_verdict(joined: JoinedRuns, found: Compared) -> str:
     """Return why nothing could be compared; "" if something was."""
-    if view.size < 2:
+    if joined.size < 2:
         return "one rank was observed: there is no other to compare it with."
     if not found.steps:
         return "no optimizer step of all ranks was seen."
     if found.parameters:
         return ""
-    if any(model.wrapper == FLAT for model in view.ranks[0].models):
+    if any(model.wrapper == FLAT for model in joined.ranks[0].models):
         return f"{FLAT} flattens the parameters: gradients and parameters were not compared."
     loose = [
         one.line
-        for one in view.ranks[0].optimizers
+        for one in joined.ranks[0].optimizers
         if any(name.startswith("?") for group in one.parameters for name in group)
     ]
     if loose:
@@ -259,33 +269,33 @@ def _no_verdict(view: View, found: Compared) -> str:
     return f"the gradients of {counted(found.steps, 'step')} are not known."
 
 
-def _compare_replay(view: View, found: Compared) -> None:
-    found.replayed_by = view.replay.name
-    found.replayed = len(view.replayed)
-    for step in view.replayed:
-        noise = sorted(view.replay.noise(step).values())
+def _compare_replay(joined: JoinedRuns, found: Compared) -> None:
+    found.replayed_by = joined.replay.name
+    found.replayed = len(joined.replayed)
+    for step in joined.replayed:
+        noise = sorted(joined.replay.noise(step).values())
         if noise and found.noise is None:
             found.noise = noise[len(noise) // 2]
         if not found.differences:
-            ours, limits = step.unclipped(0), view.replay.tolerances(step)
-            theirs = view.replay.gradients(step) or {}
+            ours, limits = step.unclipped(0), joined.replay.tolerances(step)
+            theirs = joined.replay.gradients(step) or {}
             found.differences = {
                 name: (distance(ours[name], theirs[name]), limits.get(name, 0.0))
                 for name in significant(ours, theirs)
             }
 
 
-def _notes(view: View, found: Compared) -> list[str]:
-    notes = [*view.runs.notes, *view.notes]
-    notes += dict.fromkeys(text for one in view.ranks for text in one.unseen)
-    if view.size > 1 and not view.steps:
+def _notes(joined: JoinedRuns, found: Compared) -> list[str]:
+    notes = [*joined.runs.notes, *joined.notes]
+    notes += dict.fromkeys(text for one in joined.ranks for text in one.unseen)
+    if joined.size > 1 and not joined.steps:
         notes.append("no optimizer step of all ranks was seen")
-    elif view.size > 1 and not view.exchanges:
+    elif joined.size > 1 and not joined.exchanges:
         notes.append("the gradients before the exchange are not known: they were not compared")
-    odd = [one for one in view.exchanges if one.kind is Kind.OTHER]
+    odd = [one for one in joined.exchanges if one.kind is Kind.OTHER]
     if odd:
         notes.append(
-            f"in {len(odd)} of {len(view.exchanges)} steps, the gradient is no sum of the ranks' "
+            f"in {len(odd)} of {len(joined.exchanges)} steps, the gradient is no sum of the ranks' "
             f"gradients (relative difference {max(one.residual for one in odd):.2g}): compression, "
             "or a change after the backward"
         )
@@ -294,9 +304,9 @@ def _notes(view: View, found: Compared) -> list[str]:
         notes.append(
             f"the exchange rounds gradients: relative difference {found.largest_residual:.2g}"
         )
-    if view.replay.obstacle:
+    if joined.replay.obstacle:
         notes.append(
             "the gradients of N ranks were not compared with those of one process one by one: "
-            f"{view.replay.obstacle}"
+            f"{joined.replay.obstacle}"
         )
     return notes

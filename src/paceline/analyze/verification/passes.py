@@ -104,7 +104,7 @@ class Stream:
             and any(one.subset is not None for one in loaders)
         )
 
-    def samples(self, rank: int, batch: BatchFacts, loader: LoaderFacts) -> list[Sample] | None:
+    def samples(self, batch: BatchFacts, loader: LoaderFacts) -> list[Sample] | None:
         """Return the samples of a batch so that equal ones are equal on all ranks, or None."""
         if batch.indices is not None and (self.has_root or self.shares_dataset):
             return [*self._positions(batch.indices, loader)]
@@ -114,7 +114,7 @@ class Stream:
 
     def read(self, rank: int, made: RankPass) -> list[Sample]:
         """Return the samples of all batches of a pass that were read, as far as they are known."""
-        batches = [self.samples(rank, batch, made.loader) or [] for batch in made.batches]
+        batches = [self.samples(batch, made.loader) or [] for batch in made.batches]
         return [sample for one in batches for sample in one]
 
     def plan(self, made: RankPass) -> list[list[int]] | None:

@@ -19,7 +19,7 @@ Vectors = dict[str, Vector]  # by parameter: sketch, then the norm of the tensor
 EPSILONS = {"float64": 2.3e-16, "float32": 1.2e-7, "bfloat16": 7.9e-3, "float16": 9.8e-4}
 ROUNDINGS = 16  # of one operation each, that a sum of few terms is allowed
 MAX_TOLERANCE = 0.1
-SAME = 1e-6  # relative difference of equal values
+EQUAL_WITHIN = 1e-6  # relative difference of equal values
 COMPRESSED = 2e-2  # largest relative error of an exchange in bfloat16
 _TINY = 1e-300
 
@@ -69,7 +69,7 @@ def distance(found: Vector, expected: Vector) -> float:
 
 
 def apart(
-    ranks: Sequence[RankFacts], rows: Sequence[Mapping[str, int]], limit: float = SAME
+    ranks: Sequence[RankFacts], rows: Sequence[Mapping[str, int]], limit: float = EQUAL_WITHIN
 ) -> dict[str, list[int]]:
     """Return by tensor the ranks whose values differ from those of the first one.
 

@@ -101,8 +101,7 @@ class HangDetector:
         busy_ranks: set[int],
         write_message: Callable[[str], None],
     ) -> JobEnd | None:
-        from ...analyze.live.deadlock import find_deadlocked_ranks
-        from ...analyze.live.live_view import view
+        from ...analyze.live.live_view import find_deadlocked_ranks, view
         from ...report.terminal.hang import find_computing_ranks, hang_report
 
         snapshot = self._fetch_records(MAX_EVENTS_PER_RANK)

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ...analyze.live.live_view import View, view
+from ...analyze.live.live_view import LiveView, view
 from ...plurals import named_ranks
 from ...report.console import PlainConsole
 from ...report.numbers import elapsed
@@ -75,7 +75,7 @@ class Frame:
         said: Message to show below the view, or "".
     """
 
-    view: View | None
+    view: LiveView | None
     said: str
 
 
@@ -107,7 +107,7 @@ def _events(size: int) -> int:
     return min(MOST, max(LEAST, EVENTS // size))
 
 
-def _view(job: RunningJob, seen: live_records.JobSnapshot) -> View | None:
+def _view(job: RunningJob, seen: live_records.JobSnapshot) -> LiveView | None:
     command = seen.job.get("command") or job.command
     size = sum(seen.job.get("on_each", []))
     return view(seen.tails, command, size, seen.silent_hosts)
@@ -126,7 +126,7 @@ def _silence(seen: live_records.JobSnapshot) -> str:
     return "; ".join(told)
 
 
-def _elsewhere(job: RunningJob, shown: View | None) -> str:
+def _elsewhere(job: RunningJob, shown: LiveView | None) -> str:
     if not job.home or shown is None or not shown.missing_ranks:
         return ""
     hint = f"HINT: ssh {job.home} paceline top {job.target}"
@@ -197,7 +197,7 @@ def _plainly(job: RunningJob, frames: Iterator[Frame], every: float) -> int:
 def _on_screen(
     job: RunningJob, frames: Iterator[Frame], every: float, console: PlainConsole
 ) -> int:
-    last: View | None = None
+    last: LiveView | None = None
     with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
         for frame in frames:
             last = frame.view or last  # while the job ends, its ring files may be removed

@@ -34,7 +34,7 @@ from ...cluster.rank_identity import (
 )
 from ...cluster.schedulers.env_numbers import openmp_threads
 from ...knobs import tuning
-from ...knobs.apply import apply_knobs
+from ...knobs.registry import apply_knobs
 from ...observe.attach import attach, detach
 from ...record import trial_reports
 from ...record.hooks import script_options

@@ -29,9 +29,9 @@ from ...analyze.rehearsal.facts import (
     RankFacts,
     Rehearsal,
     RehearsalRequest,
+    representatives,
 )
 from ...analyze.rehearsal.mismatches import find_mismatches
-from ...analyze.rehearsal.representatives import representatives
 from ...comm.rehearsal.calls import CallLog, KeptResult, RanksDifferError
 from ...comm.rehearsal.cuda_on_cpu import MISSING_GPU
 from ...comm.rehearsal.install import VARIABLE as RANK_VARIABLE

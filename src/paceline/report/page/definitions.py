@@ -4,6 +4,8 @@ The page shows them as tooltips. docs/reference/glossary.md includes those of ``
 docs/reference/measures.md lists those that neither it nor the glossary defines elsewhere.
 """
 
+from ...analyze.diagnosis.table import INDICATORS
+
 DEFINITIONS = {
     # states
     "state": "What a rank does at an instant: useful, input, checkpoint, validation, core wait, "
@@ -161,58 +163,7 @@ DEFINITIONS = {
     "have an interval that contains the true mean.",
     "cause interval": "The 90 % interval of the experiment, extended to contain the value of the "
     "record.",
-    "held by sharing": "Throughput of the ideal, minus that of all ranks without communication, "
-    "both at the rate of the fastest rank. Ranks share cores, caches and memory bandwidth.",
-    "held by uneven": "Throughput of all ranks without communication at the rate of the fastest "
-    "rank, minus that at the rate of the slowest rank.",
-    "held by exchange": "Throughput of all ranks with their batches in memory: without "
-    "communication, minus with communication.",
-    "held by buffers": "Part of the exchange: transfers of DDP's broadcasts of buffers, relative "
-    "to all transfers and waits of the exchange in the record.",
-    "held by broadcasts": "Time of steps with DDP's broadcasts of buffers, minus that of steps "
-    "without them, interleaved. The record: their transfers.",
-    "held by metrics": "Part of the exchange: transfers of collectives outside of a backward with "
-    "at most 1 KiB, relative to all transfers and waits of the exchange in the record.",
-    "held by objects": "Part of the exchange: transfers of pickled Python objects, relative to all "
-    "transfers and waits of the exchange in the record.",
-    "held by barriers": "Part of the exchange: barriers, with the waits that no single rank "
-    "explains, relative to all transfers and waits of the exchange in the record.",
-    "held by input": "Throughput of all ranks with communication: with batches in memory, minus "
-    "with the loader.",
-    "held by validation": "Throughput of all ranks without communication, at the rate of the "
-    "slowest rank: without validation, minus with validation. The ideal has no validation.",
-    "held by checkpoint": "Throughput of all ranks without communication, at the rate of the "
-    "slowest rank: without checkpoints, minus with checkpoints. The ideal has no checkpoints.",
-    "held by standing": "Time within steps without communication in which the training thread ran "
-    "on no core, did not wait for its loader, and no other thread blocked it.",
-    "held by binding": "Time in which training threads wait for a core, if all ranks of a node are "
-    "bound to fewer cores than they need. Only the record shows it.",
-    "held by noise": "Minimum time that each rank waits for a core while programs outside of the "
-    "job use some of the cores.",
-    "held by threads": "Time of a step of all ranks without communication, minus that of a step "
-    "with one thread per rank.",
-    "held by layout": "Time of a step of one rank with its batch in memory, minus that of a step "
-    "whose convolutions have weights and images in the channels-last layout.",
-    "held by precision": "Time of a step, minus that of a step of the same script in float32. The "
-    "record: useful share, times the additional time of a matrix product in float64 compared with "
-    "float32 on these cores.",
-    "held by allocator": "Time of a step, minus that of a step in which freed memory is kept. The "
-    "record: number of memory pages that were touched for the first time, times the time of one "
-    "such page fault; the time inside the kernel if that is less.",
-    "held by memory": "Time in which a process of the node waited for memory, as the kernel "
-    "reports it.",
-    "held by collector": "Time of steps with Python's garbage collector, minus that of steps "
-    "without it, interleaved. The record: time inside collections.",
-    "held by interpreter": "Time of steps with the script's other Python threads, minus that of "
-    "steps in which they are paused, interleaved. The record: time in which they computed while "
-    "the training thread neither computed nor waited for a core.",
-    "held by search": "Time of a step, minus that of a step without the search. The record: search "
-    "of DDP for unused parameters after each forward, and the all-reduce of its map of used "
-    "parameters, if all parameters are used.",
-    "held by bubble": "Time in which stages of a pipeline wait for each other. Only the record "
-    "measures it.",
-    "held by script": "Work of the script between the phases of its steps. Only the record "
-    "measures it.",
+    **{f"held by {one.name}": one.definition for one in INDICATORS.values()},
     "remedy": "A change that addresses a cause, with a predicted gain: a knob or an edit of the "
     "script.",
     "predicted gain": "Relative increase of samples/s with this remedy alone, as predicted before "

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
-from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.diagnosis.line_profile import Doing, LineProfile, SampledLine
 from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.diagnosis.rules.operators import findings
+from ...analyze.diagnosis.rungs import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
 from .. import remedies as cures
 from ..numbers import amount, counted, joined, percent

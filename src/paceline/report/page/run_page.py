@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
-from ...analyze.figures.steps import StepTimes
 from ...analyze.records.state_timeline import STATES
 from ...cost.roofline import Roof, RooflinePoint, ridge
 from ..exchange_tables import (
@@ -16,7 +15,7 @@ from ..exchange_tables import (
     halos_table,
     layers_table,
 )
-from ..numbers import counted, duration, percent
+from ..numbers import counted
 from ..sentences import (
     cause,
     core_wait_sentence,
@@ -31,7 +30,7 @@ from ..state_names import shown_states, state_name
 from ..terminal import step_work
 from ..terminal.run_report import EFFICIENCY_TREE, has_efficiency
 from ..verdict.of_run import verdict_of_run
-from .series import series
+from .series import figures, series
 from .wording import achieved, largest_losses
 from .write_page import page
 
@@ -132,7 +131,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "exposed_blocks": exposed_blocks(report),
         "pipeline": pipeline_sentences(report),
         "outliers": [*troubles(report), *outliers(report)],
-        "caption": captions(report, charts),
+        "charts_in": {key: [] for key, *_ in _PARTS} | figures(report, charts),
         "worked": step_work.sentences(report),
         "reaches": step_work.reaches,
     }
@@ -156,87 +155,6 @@ def _groups(report: Report) -> list[dict[str, Any]]:
     """
     order = sorted(enumerate(report.groups), key=lambda one: -(one[1].wait + one[1].transfer))
     return [{"place": place, **vars(group)} for place, group in order]
-
-
-def captions(report: Report, charts: dict[str, Any]) -> dict[str, str]:
-    """Return the captions of the charts that the page has, by name of the chart."""
-    found = {}
-    if report.states:
-        found["states"] = _states(report)
-    if report.step_times is not None:
-        found["steps"] = _steps(report.step_times)
-        found["marks"] = _marks(report.step_times, bool(charts.get("steps", {}).get("together")))
-    if "waiting" in charts:
-        found["waiting"] = _waiting(report, charts["waiting"]["together"])
-    if "schedule" in charts:
-        found["schedule"] = (
-            f"Micro-batches of step {charts['schedule']['step']}, as they ran: F forward, B "
-            "backward, I backward of the activations, W backward of the parameters, ' second "
-            "virtual stage. Stages wait where a row is empty."
-        )
-        if charts["schedule"]["is_cut"]:
-            found["schedule"] += " Only the first ones of the step are shown."
-    if "pairs" in charts:
-        found["pairs"] = "Share of its time that each rank waited for each other rank."
-        if charts["pairs"]["together"]:
-            found["pairs"] += " Each cell is the mean of neighbouring ranks."
-        found["most"] = _most(report)
-        late = charts["late"]["names"]
-        found["late"] = (
-            f"{late[0].capitalize()} caused the most waiting" if late else "No rank was late"
-        )
-    return found
-
-
-def _states(report: Report) -> str:
-    useful = [rank["useful"] for rank in report.states]
-    if len(useful) == 1:
-        return f"Useful time is {percent(useful[0])} of the rank's time."
-    least = report.ranks[useful.index(min(useful))]
-    most = percent(max(useful))
-    named = report.named([least])
-    return f"Useful time is {percent(min(useful))} ({named}) to {most} of a rank's time."
-
-
-def _steps(times: StepTimes) -> str:
-    steps = counted(times.last - times.first + 1, "step")
-    percentiles = f"{duration(times.p5_s)} to {duration(times.p95_s)}"
-    return (
-        f"Median {duration(times.median_s)}, 5th to 95th percentile {percentiles}, "
-        f"{counted(times.outlier_count, 'outlier')} in {steps}."
-    )
-
-
-def _marks(times: StepTimes, together: bool) -> str:
-    shown, parts = len(times.outliers), []
-    if shown < times.outlier_count:
-        parts.append(f"Diamonds mark the {shown} longest outliers.")
-    elif shown:
-        parts.append("Diamonds mark outliers.")
-    if together:
-        parts.append(
-            "The line is the median of neighbouring steps. The band reaches from their minimum to "
-            "their maximum."
-        )
-    return " ".join(parts)
-
-
-def _waiting(report: Report, together: bool) -> str:
-    wait = [rank["wait"] for rank in report.states]
-    return (
-        "The rank that waits least while the others wait is the straggler. Ranks wait for "
-        f"{percent(min(wait))} to {percent(max(wait))} of their time."
-        + (" Each cell combines neighbouring steps or ranks." if together else "")
-    )
-
-
-def _most(report: Report) -> str:
-    if not report.waited_for:
-        return "No rank waited for another rank"
-    first = report.waited_for[0]
-    share = percent(first.share)
-    waited = f"{report.named([first.rank])} waited for {report.named([first.waited_for])}"
-    return f"Largest wait: {waited} during {share} of its time"
 
 
 # Positions of neighbouring labels, which differ so that the labels do not overlap.

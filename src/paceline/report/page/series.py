@@ -1,4 +1,5 @@
-"""Data of the page's charts, small enough for 512 ranks with 10,000 steps.
+"""Charts of the page of one run: their data and captions, small enough for 512 ranks with 10,000
+steps.
 
 Nothing is sampled: if there is more data than can be shown, neighbours are aggregated, and the
 chart has both their mean and their worst value.
@@ -13,12 +14,13 @@ import numpy.typing as npt
 
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.pipeline import STAGE, micro_batch_events, stages_of
-from ...analyze.figures.report import RunAnalysis
-from ...analyze.figures.steps import states_by_step
+from ...analyze.figures.report import Report, RunAnalysis
+from ...analyze.figures.steps import StepTimes, states_by_step
 from ...analyze.figures.wait_matrix import wait_matrix
 from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES, Window
 from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
+from ..numbers import counted, duration, percent
 from ..state_names import STATE_NAMES
 
 COLUMNS = 400  # of a map: steps, or parts of one step
@@ -223,3 +225,117 @@ def _base64(values: npt.NDArray[np.uint8]) -> str:
 
 def _digits(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+# Captions
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One chart of the page: a function in charts.js has its name.
+
+    Attributes:
+        name: Its name.
+        caption: Shown below it.
+        label: What screen readers read.
+    """
+
+    name: str
+    caption: str
+    label: str
+
+
+def figures(report: Report, charts: dict[str, Any]) -> dict[str, list[Figure]]:
+    """Return the charts of each section of the page, by the id of the section."""
+    found: dict[str, list[Figure]] = {}
+    if report.states:
+        found["states"] = [Figure("states", _states(report), _states(report))]
+    if report.step_times is not None:
+        marks = _marks(report.step_times, bool(charts.get("steps", {}).get("together")))
+        found["steps"] = [Figure("steps", marks, _steps(report.step_times))]
+    if "waiting" in charts:
+        caption = _waiting(report, charts["waiting"]["together"])
+        found["waiting"] = [Figure("waiting", caption, caption)]
+    if "pairs" in charts:
+        found["whom"] = [_late(charts["late"]), _pairs(report, charts["pairs"])]
+    if "schedule" in charts:
+        caption = _schedule(charts["schedule"])
+        found["pipeline"] = [Figure("schedule", caption, caption)]
+    return found
+
+
+def _late(data: dict[str, Any]) -> Figure:
+    names = data["names"]
+    return Figure(
+        "late",
+        "Waits that each late rank caused, of all ranks' time, by the state in which it was "
+        "longer.",
+        f"{names[0].capitalize()} caused the most waiting" if names else "No rank was late",
+    )
+
+
+def _pairs(report: Report, data: dict[str, Any]) -> Figure:
+    caption = "Share of its time that each rank waited for each other rank."
+    if data["together"]:
+        caption += " Each cell is the mean of neighbouring ranks."
+    return Figure("pairs", caption, _most(report))
+
+
+def _schedule(data: dict[str, Any]) -> str:
+    caption = (
+        f"Micro-batches of step {data['step']}, as they ran: F forward, B "
+        "backward, I backward of the activations, W backward of the parameters, ' second "
+        "virtual stage. Stages wait where a row is empty."
+    )
+    return f"{caption} Only the first ones of the step are shown." if data["is_cut"] else caption
+
+
+def _states(report: Report) -> str:
+    useful = [rank["useful"] for rank in report.states]
+    if len(useful) == 1:
+        return f"Useful time is {percent(useful[0])} of the rank's time."
+    least = report.ranks[useful.index(min(useful))]
+    most = percent(max(useful))
+    named = report.named([least])
+    return f"Useful time is {percent(min(useful))} ({named}) to {most} of a rank's time."
+
+
+def _steps(times: StepTimes) -> str:
+    steps = counted(times.last - times.first + 1, "step")
+    percentiles = f"{duration(times.p5_s)} to {duration(times.p95_s)}"
+    return (
+        f"Median {duration(times.median_s)}, 5th to 95th percentile {percentiles}, "
+        f"{counted(times.outlier_count, 'outlier')} in {steps}."
+    )
+
+
+def _marks(times: StepTimes, together: bool) -> str:
+    shown, parts = len(times.outliers), []
+    if shown < times.outlier_count:
+        parts.append(f"Diamonds mark the {shown} longest outliers.")
+    elif shown:
+        parts.append("Diamonds mark outliers.")
+    if together:
+        parts.append(
+            "The line is the median of neighbouring steps. The band reaches from their minimum to "
+            "their maximum."
+        )
+    return " ".join(parts)
+
+
+def _waiting(report: Report, together: bool) -> str:
+    wait = [rank["wait"] for rank in report.states]
+    return (
+        "The rank that waits least while the others wait is the straggler. Ranks wait for "
+        f"{percent(min(wait))} to {percent(max(wait))} of their time."
+        + (" Each cell combines neighbouring steps or ranks." if together else "")
+    )
+
+
+def _most(report: Report) -> str:
+    if not report.waited_for:
+        return "No rank waited for another rank"
+    first = report.waited_for[0]
+    share = percent(first.share)
+    waited = f"{report.named([first.rank])} waited for {report.named([first.waited_for])}"
+    return f"Largest wait: {waited} during {share} of its time"

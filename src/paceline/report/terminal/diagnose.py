@@ -18,9 +18,11 @@ from ...analyze.diagnosis.causes import (
     uncertain_bars,
 )
 from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS
-from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import OperatorProfile
+from ...analyze.diagnosis.remedy import Remedy
+from ...analyze.diagnosis.rungs import Interval, Waterfall
+from ...analyze.diagnosis.table import INDICATORS
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from .. import remedies as cures
@@ -34,32 +36,7 @@ from .draw import draw_table, verdict_table
 from .run_report import panel
 from .step_work import reaches
 
-NAMES = {
-    "sharing": "sharing the machine",
-    "uneven": "slower ranks",
-    "exchange": "exchange",
-    "buffers": "broadcasts of buffers",
-    "broadcasts": "broadcasts of buffers",
-    "metrics": "exchange of metrics",
-    "objects": "exchange of objects",
-    "barriers": "barriers",
-    "input": "input",
-    "validation": "validation",
-    "checkpoint": "checkpoints",
-    "bubble": "bubble of the pipeline",
-    "script": "other work of the script",
-    "standing": "time off the CPU",
-    "binding": "waits for bound cores",
-    "noise": "other programs",
-    "threads": "threads",
-    "layout": "memory layout",
-    "precision": "precision",
-    "allocator": "page faults",
-    "memory": "lack of memory",
-    "collector": "garbage collection",
-    "interpreter": "interpreter lock",
-    "search": "search for unused parameters",
-}
+NAMES = {one.name: one.title for one in INDICATORS.values()}
 
 MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed
 
@@ -92,7 +69,7 @@ class Diagnosis(Protocol):
     @property
     def operators(self) -> OperatorProfile | None: ...
     @property
-    def remedies(self) -> Sequence[cures.Remedy]: ...
+    def remedies(self) -> Sequence[Remedy]: ...
     @property
     def tried(self) -> Any: ...
     @property
@@ -174,7 +151,7 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
     return [*parts, Text(), *_causes(after), *_proposed(after.remedies, found)]
 
 
-def _proposed(remedies: Sequence[cures.Remedy], found: Diagnosis) -> list[RenderableType]:
+def _proposed(remedies: Sequence[Remedy], found: Diagnosis) -> list[RenderableType]:
     """Render remedies with their predicted gains, and errors of earlier predictions."""
     if not remedies:
         return []

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from ...analyze.live.current_states import BlockedCollective
-from ...analyze.live.live_view import View
+from ...analyze.live.live_view import LiveView
 from ...analyze.records.stacks import STACK_NOT_PERMITTED, innermost_user_frame
 from ...plurals import named_ranks
 from ...security.text import printable
@@ -15,7 +15,7 @@ MAX_LISTED_RANKS = 32
 
 
 def hang_report(
-    view: View | None,
+    view: LiveView | None,
     stacks: Mapping[int, str],
     busy: set[int],
     still_s: float,
@@ -54,7 +54,7 @@ def _position(stack: str) -> str:
     return f"; {STACK_NOT_PERMITTED}" if stack == STACK_NOT_PERMITTED else ""
 
 
-def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
+def likely_causes(view: LiveView | None, silent: Sequence[str]) -> list[str]:
     """Return sentences about what the job waits for, the likeliest cause first."""
     found = [
         f"Node {host} does not answer: it may have lost power or its network connection."
@@ -96,7 +96,7 @@ def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
     return found or ["No rank is known to wait in a collective. See the line of each rank below."]
 
 
-def _mismatches(view: View) -> list[str]:
+def _mismatches(view: LiveView) -> list[str]:
     """Name the ranks that are in different collectives with the same number in one group."""
     return [
         f"Ranks disagree about collective {one.number}: {_are_in(one, view)}, "
@@ -106,12 +106,12 @@ def _mismatches(view: View) -> list[str]:
     ]
 
 
-def _are_in(one: BlockedCollective, view: View) -> str:
+def _are_in(one: BlockedCollective, view: LiveView) -> str:
     are = "is" if len(one.inside) == 1 else "are"
     return f"{view.named(one.inside)} {are} in {one.collective}"
 
 
-def find_computing_ranks(view: View | None, busy: set[int]) -> list[int]:
+def find_computing_ranks(view: LiveView | None, busy: set[int]) -> list[int]:
     """Return the ranks that compute outside of collectives and loaders.
 
     They may be slow rather than stuck.
@@ -122,7 +122,7 @@ def find_computing_ranks(view: View | None, busy: set[int]) -> list[int]:
     return sorted(free & busy)
 
 
-def _ordered_ranks(ranks: Sequence[int], view: View | None) -> list[int]:
+def _ordered_ranks(ranks: Sequence[int], view: LiveView | None) -> list[int]:
     """Return all ranks; if there are more than can be listed, the missing ones first."""
     if view is None or len(ranks) <= MAX_LISTED_RANKS:
         return list(ranks)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...analyze.live.current_states import BlockedCollective, RankState
-from ...analyze.live.live_view import View
+from ...analyze.live.live_view import LiveView
 from ...analyze.records.state_timeline import STATES
 from ...plurals import named_ranks, shared_place
 from ..numbers import amount, counted, elapsed
@@ -50,7 +50,9 @@ _LONG_WAIT = 0.02  # share of a rank's time; shorter waits are not shown
 _AT_ONCE = 1.0  # s; shorter durations are not shown, because they end before a user reads them
 
 
-def render(view: View, width: int, rows: int = MAX_RANK_ROWS + MAX_LISTED_RANKS) -> RenderableType:
+def render(
+    view: LiveView, width: int, rows: int = MAX_RANK_ROWS + MAX_LISTED_RANKS
+) -> RenderableType:
     """Return the live view for a terminal.
 
     Args:
@@ -82,7 +84,7 @@ def render(view: View, width: int, rows: int = MAX_RANK_ROWS + MAX_LISTED_RANKS)
     return Group(*parts)
 
 
-def _head(view: View) -> list[Text]:
+def _head(view: LiveView) -> list[Text]:
     command = Text(shlex.join(view.command) or "a job", style="bold", no_wrap=True)
     command.overflow = "ellipsis"
     hosts = [_short(host) for host in dict.fromkeys(view.hosts)]
@@ -105,14 +107,14 @@ def _head(view: View) -> list[Text]:
     return lines
 
 
-def _when(view: View) -> str:
+def _when(view: LiveView) -> str:
     """Return the period of time that the shares cover, in words."""
     length = elapsed(view.window_s or 0.0)
     ago = min((now.last_s for now in view.now if now.last_s is not None), default=0.0)
     return f"the last {length}" if ago < _AT_ONCE else f"{length} until {elapsed(ago)} ago"
 
 
-def _table(view: View, width: int, most: int) -> Table:
+def _table(view: LiveView, width: int, most: int) -> Table:
     """Return a table of the states' shares: one row per rank.
 
     If there are many ranks, the table has one row per host, and one for each of some ranks.
@@ -138,7 +140,7 @@ def _table(view: View, width: int, most: int) -> Table:
     return table
 
 
-def _rows(view: View, most: int) -> list[tuple[str, dict[str, float]]]:
+def _rows(view: LiveView, most: int) -> list[tuple[str, dict[str, float]]]:
     several = len(set(view.hosts)) > 1
     names = {
         rank: " ".join(
@@ -172,7 +174,7 @@ def _cropped(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[:front]}…{name[front + 1 - width :]}"
 
 
-def _telling(view: View, number: int) -> list[int]:
+def _telling(view: LiveView, number: int) -> list[int]:
     """Return the ranks to show: those that are behind, then those that others wait for."""
     caused = dict(zip(view.ranks, view.caused, strict=True))
     steps = {now.rank: now.step for now in view.now}
@@ -191,7 +193,7 @@ def _bar(shares: dict[str, float], width: int) -> Text:
     return text
 
 
-def _slowest(view: View) -> list[str]:
+def _slowest(view: LiveView) -> list[str]:
     excess = view.slowest_excess or 0.0
     if view.slowest_rank is None or view.slowest_real is False or excess < _SLOWER:
         return []
@@ -199,7 +201,7 @@ def _slowest(view: View) -> list[str]:
     return [f"{view.named([view.slowest_rank])} spends {more}"]
 
 
-def _waits(view: View) -> list[str]:
+def _waits(view: LiveView) -> list[str]:
     return [
         f"{view.named([pair.rank])} for {view.named([pair.waited_for])}: "
         f"{100 * pair.share:.0f} % of its time"
@@ -208,7 +210,7 @@ def _waits(view: View) -> list[str]:
     ]
 
 
-def standing_in_words(one: BlockedCollective, view: View) -> str:
+def standing_in_words(one: BlockedCollective, view: LiveView) -> str:
     """Describe a collective that only some ranks have entered, and why it does not proceed."""
     now = {rank.rank: rank for rank in view.now}
     halted = [rank for rank in one.inside if now[rank].process == "stopped"]
@@ -253,7 +255,7 @@ def _since(now: RankState) -> str:
     return f" (last operation: {now.last})" if now.last is not None else ""
 
 
-def _doing(view: View) -> list[str]:
+def _doing(view: LiveView) -> list[str]:
     """Return what ranks do now: one line for all ranks that do the same."""
     same: dict[str, list[RankState]] = {}
     for now in view.now:
@@ -313,7 +315,7 @@ def _of(group: str | None) -> str:
     return "" if group in (None, "0", "default_pg") else f" of group {group}"
 
 
-def _at(now: RankState, view: View) -> str:
+def _at(now: RankState, view: LiveView) -> str:
     return f" on {_short(now.host)}" if len(set(view.hosts)) > 1 else ""
 
 

@@ -5,84 +5,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...analyze.diagnosis.causes import MIN_SHARE, OPERATORS, Cause, uncertain_bars
-from ...analyze.diagnosis.ladder import Waterfall
+from ...analyze.diagnosis.remedy import Remedy
+from ...analyze.diagnosis.rungs import Waterfall
+from ...analyze.diagnosis.table import CAUSES, INDICATORS
 from ...analyze.figures.report import Report
 from ...knobs.registry import KNOBS
 from ..numbers import percent
 from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, with_comment
-
-# Noun phrases that continue "is lost to", by the id of a cause.
-LOST_TO = {
-    "loader-start": "the start of the loader in each epoch",
-    "input-small-files": "reading small files",
-    "input-bandwidth": "reading files from storage",
-    "input-preprocessing": "preprocessing of samples",
-    "input-waiting": "waiting for the loader",
-    "input": "waiting for the next batch",
-    "synchronisation": "waiting for a value, an output or a barrier",
-    "accumulation-exchange": "gradient synchronization in every backward of a step",
-    "bucket-size": "gradient synchronization with an unsuitable bucket size",
-    "exchange-latency": "many small collectives",
-    "buffer-broadcast": "broadcasts of the model's buffers",
-    "metric-collectives": "collectives of metrics",
-    "object-collectives": "exchanges of Python objects",
-    "sharded-exchange": "gathers and reductions of sharded blocks",
-    "tensor-exchange": "exchange of activations on the tensor axis",
-    "pipeline-bubble": "waits of the stages of a pipeline for each other",
-    "no-overlap": "gradient synchronization after the backward",
-    "exchange-bandwidth": "communication limited by bandwidth",
-    "uneven-data": "batches of different sizes",
-    "slow-host": "a slow node",
-    "slow-rank": "a slow rank",
-    "noisy-machine": "other programs on the node",
-    "jitter": "ranks that are late in different steps",
-    "too-many-threads": "too many compute threads",
-    "binding": "a binding to too few cores",
-    "fixed-cost": "the cost of a step that does not depend on the batch size",
-    "shared-machine": "sharing of the node by its ranks",
-    "validation": "validation",
-    "validation-on-one-rank": "validation on one rank",
-    "checkpoint": "checkpoints",
-    "checkpoint-on-one-rank": "checkpoints of one rank",
-    "script": "other work of the script",
-    "line": "one function of the script",
-    "layout": "the memory layout of convolutions",
-    "precision": "computing in float64",
-    "allocator": "page faults of the memory allocator",
-    "memory-limit": "lack of memory",
-    "garbage-collection": "Python's garbage collector",
-    "interpreter": "another Python thread",
-    "unused-parameter-search": "the search for unused parameters",
-    "copies": "copies of tensors between memory layouts or dtypes",
-    "small-operators": "many small operators",
-    "recomputation": "operators computed again on the same values",
-    "activation-checkpointing": "activation checkpointing",
-    "unused-output": "outputs that nothing uses",
-    "unneeded-gradient": "gradients of parameters that no optimizer updates",
-    "second-backward": "a second backward through the same operators",
-    "padding": "padding in the model's input",
-    "slow-operators": "operators far below the limits of the device",
-    "large-intermediate": "large intermediate tensors",
-}
-
-_BARS = {"sharing": "sharing the machine", "uneven": "slower ranks", "checkpoint": "checkpoints"}
-
-
-class Remedy(Protocol):
-    """A remedy, as far as a verdict reads it."""
-
-    @property
-    def knob(self) -> str: ...
-    @property
-    def cause(self) -> str: ...
-    @property
-    def gain(self) -> Any: ...
-    @property
-    def settable(self) -> bool: ...
-    @property
-    def edit(self) -> str: ...
-    @property
-    def line(self) -> int | None: ...
 
 
 class Diagnosed(Protocol):
@@ -131,7 +60,7 @@ def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
 
 
 def _lost_to(cause: Cause) -> str:
-    return LOST_TO.get(cause.id, cause.id.replace("-", " "))
+    return CAUSES[cause.id].lost_to
 
 
 def _next(found: Diagnosed, cause: Cause) -> str:
@@ -199,7 +128,7 @@ def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
 
 
 def _bar(name: str) -> str:
-    return _BARS.get(name, name)
+    return INDICATORS[name].title
 
 
 def _without_experiments(found: Diagnosed) -> Verdict:

@@ -5,9 +5,9 @@ from typing import Any
 
 from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.figures.losses import Loss
+from ...analyze.figures.memory import MemoryGrowth
 from ...analyze.figures.report import Report
 from ...analyze.figures.stalls import STILL
-from ...analyze.memory.growth import MemoryGrowth
 from ..numbers import counted, duration, percent
 from ..sentences import doing, first_end, memory_sentence, pipeline_remedy, place, sentence
 from ..state_names import state_name

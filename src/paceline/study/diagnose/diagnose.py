@@ -1,8 +1,9 @@
 """``paceline diagnose``: run the ladder, compare it with the record, propose and try remedies."""
 
 import functools
+import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,6 @@ from ...analyze.diagnosis.causes import (
 )
 from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
-from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import (
@@ -30,8 +30,10 @@ from ...analyze.diagnosis.operator_profile import (
     combine_profiles,
     profile_notes,
 )
+from ...analyze.diagnosis.remedy import Remedy
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rules.operators import findings
+from ...analyze.diagnosis.rungs import RungResult, Waterfall, waterfall
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
@@ -39,10 +41,10 @@ from ...analyze.figures.step_work import Roofline, on_roofline
 from ...analyze.records.state_timeline import STATES
 from ...analyze.sharding.sharded_model import sharded_model
 from ...cost.machine.machine_file import Machine
+from ...plurals import counted, named_ranks
 from ...predict import history
-from ...predict.remedies import Remedy, remedies
+from ...predict.remedies import remedies
 from ..script_runs.deadline import MINUTE_S, Deadline
-from .growing import growing_notes
 from .ladder import climb_ladder
 from .ladder_results import Ladder
 from .run_script import OutOfTimeError, RunRequest
@@ -54,6 +56,47 @@ from .try_remedies import (
     select_remedies,
     try_remedies,
 )
+
+# Notes on containers of the script that grow in each step and keep tensors.
+
+MAX_CODE_CHARS = 80
+
+
+def growing_notes(records: Sequence[Any], source: str) -> list[str]:
+    """Return a note for each container that grows, with the line that fills it.
+
+    source: Source code of the script.
+    """
+    found: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for record in records:
+        for one in record.meta.get("rung", {}).get("growing", []):
+            found.setdefault(one["name"], (one, []))[1].append(record.rank)
+    return [_note(one, ranks, len(records), source) for one, ranks in found.values()]
+
+
+def _note(one: dict[str, Any], ranks: list[int], size: int, source: str) -> str:
+    on = "" if len(ranks) == size else f" of {named_ranks(ranks)}"
+    added = counted(one["elements"], "element")
+    place = _line_that_fills(one["name"], source)
+    text = f"the {one['kind']} {one['name']}{on} grows by {added} in each step{place}"
+    kib = f"{one['bytes'] / 1024:,.0f} KiB"
+    if one["graphs"]:
+        hint = "append loss.item() or tensor.detach(), or clear it in each step"
+        return f"{text} and keeps tensors with their graphs: memory grows. HINT: {hint}"
+    hint = "limit its length (collections.deque(maxlen=N)), or clear it"
+    return f"{text} and keeps {kib} of tensors per step: memory grows. HINT: {hint}"
+
+
+def _line_that_fills(name: str, source: str) -> str:
+    """Return the first line that adds to the container, in parentheses; "" if there is none."""
+    variable = re.escape(name.partition(" in ")[0].rpartition(".")[2])
+    adds = rf"\b{variable}(\.(append|appendleft|add|extend|insert|update|setdefault)\(|"
+    adds += r"\s*\+=|\[[^\]]*\]\s*=(?!=))"
+    for number, line in enumerate(source.splitlines(), 1):
+        if re.search(adds, line):
+            return f" (line {number}: {line.strip()[:MAX_CODE_CHARS]})"
+    return ""
+
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
 REPORT_S, REPORT_SHARE = 3.0, 0.05  # time for the report at the end, the smaller of both

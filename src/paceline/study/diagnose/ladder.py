@@ -8,9 +8,12 @@ import math
 import time
 from collections.abc import Callable
 
-from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
+from ...analyze.diagnosis.descriptions import FirstRun
+from ...analyze.diagnosis.exchanged_calls import CollectiveKind, measure_exchanged_calls
+from ...analyze.diagnosis.rare_events import survey
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
-from ...analyze.diagnosis.survey import survey
+from ...analyze.diagnosis.rungs import EndedError, RungResult, measure_rung
+from ...analyze.figures.report import analyse_with_window
 from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
 from ...plurals import counted
@@ -23,10 +26,20 @@ from ...record.experiments.rung import (
     SWITCHED,
     Rung,
 )
+from ...record.ring.states import State
 from ..script_runs.deadline import MINUTE_S
 from ..trials import done_steps
-from .hypotheses import Hypothesis, hypotheses
-from .ladder_results import COMPLETE, FAILED, INTERRUPTED, OUT_OF_TIME, RUNGS, Ladder, rung_name
+from .ladder_results import (
+    COMPLETE,
+    FAILED,
+    INTERRUPTED,
+    OUT_OF_TIME,
+    RUNGS,
+    Hypothesis,
+    Ladder,
+    hypotheses,
+    rung_name,
+)
 from .plan import (
     LEAST_STEPS,
     Plan,
@@ -36,7 +49,6 @@ from .plan import (
     next_plan,
 )
 from .profile_run import profile_operators
-from .run_figures import broadcast_share, loader_totals, split_phases, steps_s
 from .run_script import (
     FailedError,
     InterruptedRunError,
@@ -44,6 +56,42 @@ from .run_script import (
     Runner,
     RunRequest,
 )
+
+# Figures of one run of the ladder.
+
+
+def steps_s(run: Run) -> float:
+    """Return the duration of all steps of the first rank."""
+    rows = run.records[0].events_in(State.STEP)
+    return float(rows["end"].max() - rows["start"].min()) / 1e9
+
+
+def broadcast_share(run: Run, steps: tuple[int, int]) -> float:
+    """Return the share of time in broadcasts of buffers, in the steps from the first one on to
+    before the second one. Waits for a late rank are part of it.
+    """
+    measured = analyse_with_window(run, steps).measured
+    calls = measure_exchanged_calls(measured) if measured is not None else []
+    return sum(one.transfer + one.wait for one in calls if one.site.kind == CollectiveKind.BUFFER)
+
+
+def loader_totals(run: Run) -> dict[str, float] | None:
+    """Return the totals of all ranks' loaders when they run without training, or None."""
+    totals = [record.meta.get("rung", {}).get("loader") for record in run.records]
+    known = [one for one in totals if one and one["batches"]]
+    if not known:
+        return None
+    keys = set.intersection(*(set(one) for one in known))  # older records lack some
+    return {key: sum(one[key] for one in known) for key in known[0] if key in keys} | {
+        "ranks": len(known)
+    }
+
+
+def split_phases(phases: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return one run for each phase; the loader alone is measured after the first of them."""
+    parts = [(one,) for one in phases if one != LOADER]
+    return [(*parts[0], LOADER), *parts[1:]] if LOADER in phases else list(parts)
+
 
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
 SURVEY_SHARE = 0.25  # of the time budget, at most, for the first run
@@ -182,13 +230,13 @@ class _Climb:
 
     def _cost(self) -> RoundCost:
         phases = sum(one != LOADER for _, phases in self.runs for one in phases)
-        separate = sum(one.separate for one in self.hypotheses)
+        separate = sum(one.experiment.is_separate for one in self.hypotheses)
         starts_s = self._runs_per_round * self.start_s
         return RoundCost(starts_s, self.step_s, phases + separate)
 
     @property
     def _runs_per_round(self) -> int:
-        return len(self.runs) + sum(one.separate for one in self.hypotheses)
+        return len(self.runs) + sum(one.experiment.is_separate for one in self.hypotheses)
 
     def _has(self, kind: tuple[bool, str]) -> bool:
         return any(kind == (alone, one) for alone, phases in self.runs for one in phases)
@@ -289,7 +337,7 @@ class _Climb:
                 found.rounds.append((run, (first, first + plan.steps)))
             found.loader = (loader_totals(run) if not alone else None) or found.loader
         for tested in self.hypotheses:
-            if tested.separate and tested.rung not in found.refused:
+            if tested.experiment.is_separate and tested.experiment.rung not in found.refused:
                 self._test(tested, found, plan)
 
     def _limit_s(self, rung: Rung) -> float:
@@ -303,12 +351,13 @@ class _Climb:
         Raises:
             OutOfTimeError, InterruptedRunError: The run was ended early.
         """
-        rung = Rung(plan.warm, plan.steps, (tested.phase,))
+        experiment = tested.experiment
+        rung = Rung(plan.warm, plan.steps, (experiment.phase,))
         limit_s = self._limit_s(rung)
-        named = f"{counted(plan.steps, 'step')} of {tested.rung}"
+        named = f"{counted(plan.steps, 'step')} of {experiment.rung}"
         try:
             run = self.runner.run(
-                False, rung, settings=tested.settings, named=named, limit_s=limit_s
+                False, rung, settings=dict(experiment.settings), named=named, limit_s=limit_s
             )
             self.in_steps_s += steps_s(run)
             why = tested.why_void(run)
@@ -319,19 +368,19 @@ class _Climb:
                 raise
             why = f"it took longer than {limit_s:.0f} s"
         if why:
-            found.refused[tested.rung] = why
-            found.drop(tested)
+            found.refused[experiment.rung] = why
+            found.drop(experiment)
         else:
-            found.add(tested, *tested.measure(run, rung))
+            found.add(experiment, *tested.measure(run, rung))
 
     def _measure(self, found: Ladder, run: Run, rung: Rung, alone: bool, phase: str) -> None:
         if phase in SWITCHED:
-            tested = next(one for one in self.hypotheses if one.phase == phase)
+            tested = next(one for one in self.hypotheses if one.experiment.phase == phase)
             if why := tested.why_void(run):
-                found.refused[tested.rung] = why
-                found.drop(tested)
+                found.refused[tested.experiment.rung] = why
+                found.drop(tested.experiment)
             else:
-                found.add(tested, *tested.measure(run, rung))
+                found.add(tested.experiment, *tested.measure(run, rung))
             return
         taken = measure_rung(run, rung.first_measured_step(phase), rung.steps, phase)
         found.rungs[rung_name(alone, phase)].append(taken)
@@ -361,8 +410,8 @@ class _Climb:
             raise failed
         found.refused |= {rung_name(alone, one): str(failed) for one in rung.phases[number:]}
         for tested in self.hypotheses:
-            if tested.rung in found.refused:
-                found.drop(tested)
+            if tested.experiment.rung in found.refused:
+                found.drop(tested.experiment)
 
     def _use_part(
         self, found: Ladder, count: int, rung: Rung, alone: bool, run: Run | None
@@ -386,17 +435,17 @@ class _Climb:
         some scripts need are added.
         """
         self.runner.as_in(run)
-        told = [record.meta.get("rung", {}) for record in run.records]
-        self.workers = max(one.get("workers", 0) for one in told)
+        facts = [record.meta.get("rung", {}) for record in run.records]
+        self.workers = max(one.get("workers", 0) for one in facts)
         broadcasts = self.parts.compute(
             "broadcasts of buffers", lambda: broadcast_share(run, steps), 0.0
         )
-        self.hypotheses = hypotheses(told, broadcasts)
+        self.hypotheses = hypotheses(FirstRun(facts, broadcasts))
+        within = [one.experiment for one in self.hypotheses if not one.experiment.is_separate]
         single, switched = (
-            [one.phase for one in self.hypotheses if one.alone == alone and not one.separate]
-            for alone in (True, False)
+            [one.phase for one in within if one.is_alone == is_alone] for is_alone in (True, False)
         )
-        threads = [ONE_THREAD] if any(one.get("threads", 1) > 1 for one in told) else []
+        threads = [ONE_THREAD] if any(one.get("threads", 1) > 1 for one in facts) else []
         together = (EVERYTHING, *switched, CACHED, SILENT, *threads, LOADER)
         self.runs = [(False, together), (True, (EVERYTHING, CACHED, *single))]
 

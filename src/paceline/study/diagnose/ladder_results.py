@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...analyze.diagnosis.ladder import RungResult
-from ...analyze.diagnosis.survey import Survey, book_rare, pooled
+from ...analyze.diagnosis.descriptions import Experiment, FirstRun
+from ...analyze.diagnosis.evidence import MIN_SHARE
+from ...analyze.diagnosis.rare_events import Survey, book_rare, pooled
+from ...analyze.diagnosis.rungs import RungResult, measure_rung, measure_switched
+from ...analyze.diagnosis.table import INDICATORS
 from ...analyze.records.load_run import Run
 from ...record.experiments.rung import (
     CACHED,
@@ -13,11 +16,60 @@ from ...record.experiments.rung import (
     EVERYTHING,
     ONE_THREAD,
     SILENT,
-    SWITCHED,
+    Rung,
 )
-from .hypotheses import WORDS as HYPOTHESIS_WORDS
-from .hypotheses import Hypothesis
 from .profile_run import OperatorFiles
+
+# Experiments that only some scripts need, chosen by the first run of ``paceline diagnose``.
+#
+# A cause whose share is only estimated is a hypothesis. Its experiment is part of each round of the
+# ladder, so that its interval is that of the rounds.
+
+MAX_SEPARATE_RUNS = 2  # of each round, in addition to those of one rank and of all ranks
+MIN_EXPECTED_SHARE = MIN_SHARE / 2  # of a step; a first run of few steps is uncertain
+EXPERIMENTS = [one.experiment for one in INDICATORS.values() if one.experiment is not None]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """An experiment, and the share of a step that it is expected to save."""
+
+    experiment: Experiment
+    expected: float
+
+    def measure(self, run: Run, rung: Rung) -> tuple[dict[str, RungResult], list[float]]:
+        """Return the results by the rung's name, and the savings of a switched phase."""
+        phase = self.experiment.phase
+        if self.experiment.is_switched:
+            found = measure_switched(run, rung, phase)
+            results = (found.reference, found.without)
+            return dict(zip(self.experiment.rungs, results, strict=True)), found.savings
+        first = rung.first_measured_step(phase)
+        return {self.experiment.rung: measure_rung(run, first, rung.steps, phase)}, []
+
+    def why_void(self, run: Run) -> str:
+        """Return why the run did not test the hypothesis; empty if it did."""
+        for name in self.experiment.settings:
+            each = [record.meta.get("knobs", {}).get(name, {}) for record in run.records]
+            if not any(one.get("set") for one in each):
+                why = next((one["why_not"] for one in each if one.get("why_not")), "")
+                return f"{name} has no effect: {why or 'the script never calls what it changes'}"
+        facts = [record.meta.get("rung", {}) for record in run.records]
+        used = [one.get("used", {}).get(self.experiment.phase, {}) for one in facts]
+        return self.experiment.why_void(facts, used)
+
+
+def hypotheses(first: FirstRun) -> list[Hypothesis]:
+    """Return the experiments that the first run suggests, the largest expected share first."""
+    found = [
+        Hypothesis(one, one.expected(first)) for one in EXPERIMENTS if one.expected is not None
+    ]
+    worth = sorted(
+        (one for one in found if one.expected >= MIN_EXPECTED_SHARE), key=lambda one: -one.expected
+    )
+    separate = [one for one in worth if one.experiment.is_separate][:MAX_SEPARATE_RUNS]
+    return [one for one in worth if not one.experiment.is_separate or one in separate]
+
 
 # How a ladder ended.
 COMPLETE, OUT_OF_TIME, INTERRUPTED, FAILED = "complete", "out-of-time", "interrupted", "failed"
@@ -36,11 +88,10 @@ WORDS = {
     "alone": "one rank, batches in memory",
     "alone, loading": "one rank, everything",
     "silent": "all ranks, batches in memory, no communication",
-    "one thread": "all ranks, batches in memory, no communication, one thread per rank",
     "cached": "all ranks, batches in memory",
     "everything": "all ranks, everything",
     "loader": "all ranks, loaders only",
-    **HYPOTHESIS_WORDS,
+    **{rung: words for one in EXPERIMENTS for rung, words in one.rungs.items()},
 }
 
 
@@ -88,15 +139,15 @@ class Ladder:
         """Mean duration of a run, at most: runs for single hypotheses are not counted."""
         return self.seconds / (2 * len(self.rounds) + 1)
 
-    def add(self, tested: Hypothesis, results: dict[str, RungResult], savings: list[float]) -> None:
-        """Add what a round measured of a hypothesis."""
+    def add(self, tested: Experiment, results: dict[str, RungResult], savings: list[float]) -> None:
+        """Add what a round measured of an experiment."""
         for name, result in results.items():
             self.rungs.setdefault(name, []).append(result)
         if savings:
             self.savings.setdefault(tested.rung, []).extend(savings)
 
-    def drop(self, tested: Hypothesis) -> None:
-        """Remove the results of a hypothesis that cannot be tested."""
+    def drop(self, tested: Experiment) -> None:
+        """Remove the results of an experiment that tests nothing."""
         for name in tested.rungs:
             self.rungs.pop(name, None)
         self.savings.pop(tested.rung, None)
@@ -125,7 +176,8 @@ class Ladder:
         names = [name for name, (alone, _) in RUNGS.items() if not alone and name in self.rungs]
         seen = self.survey or pooled([one for name in names for one in self.rungs[name]])
         # Steps of switched phases are without validation and checkpoints already.
-        tested = [one.rung for one in hypotheses if one.phase not in SWITCHED]
+        experiments = [one.experiment for one in hypotheses]
+        tested = [one.rung for one in experiments if not one.is_switched]
         names += [name for name in tested if name in self.rungs]
         if seen is not None:
             self.rungs |= {name: book_rare(self.rungs[name], seen) for name in names}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...analyze.diagnosis.ladder import Interval, measure_rung
+from ...analyze.diagnosis.rungs import Interval, measure_rung
 from ...analyze.records.load_run import Run
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude

@@ -56,8 +56,8 @@ def profile_operators(runner: Runner, cost: RoundCost, script_steps: int | None)
     except OutOfTimeError:
         return OperatorFiles([], ["profiling the operators takes too long"])
     files, notes = read_operator_files(Path(run.name))
-    told = [record.meta.get("rung", {}).get("profile_failure") for record in run.records]
-    notes += dict.fromkeys(f"the operators were not profiled: {one}" for one in told if one)
+    failures = [record.meta.get("rung", {}).get("profile_failure") for record in run.records]
+    notes += dict.fromkeys(f"the operators were not profiled: {one}" for one in failures if one)
     if not files and not notes:
         notes = ["the operators were not profiled: the script ends after its first steps"]
     return OperatorFiles(files, notes)

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...analyze.diagnosis.ladder import Interval
+from ...analyze.diagnosis.remedy import Remedy
+from ...analyze.diagnosis.rungs import Interval
+from ...knobs.knob import Switch
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
-from ...knobs.value_types import Switch
-from ...predict.remedies import Remedy, gain_after
+from ...predict.remedies import gain_after
 from ...predict.saving import TRIED
 from ...significance import SharedLevel
 from .paired_runs import (

@@ -23,7 +23,7 @@ from ...data.sources.bounded_read import OPEN_FLAGS
 from ...data.sources.open_source import import_function
 from ...data.staging.free_space import kind_of
 from ...plurals import counted
-from ...predict.input_rate import Rate, Remedy, Terms, max_hosts, rate, remedies, striping
+from ...predict.input_rate import Rate, RateRemedy, Terms, max_hosts, rate, remedies, striping
 from ..probe.measure import page_cache
 from ..probe.measure.storage import storage
 from .load_rank import MIN_BATCHES, LoadRankConfig, collate_as_list, make_loader, open_dataset
@@ -383,7 +383,7 @@ class Advice:
     terms: Terms
     rates: dict[str, list[Rate]]
     measured: dict[str, float]
-    remedies: list[Remedy]
+    remedies: list[RateRemedy]
     fits: bool
     hosts: int | None
     notes: list[str]

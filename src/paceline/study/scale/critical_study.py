@@ -26,7 +26,7 @@ from ...analyze.scaling.critical.critical_model import (
     write_critical,
 )
 from ...analyze.scaling.critical.judgement import MIN_TAIL_STEPS, TAIL_SHARE, end_loss
-from ...analyze.scaling.runs.figures_of_run import figures_of_run, recorded_batch
+from ...analyze.scaling.figures_of_run import figures_of_run, recorded_batch
 from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER
 from ...analyze.scaling.study_model import RunFigures, Setup
 from ...knobs.learning_rate import NAME as RATE_KNOB

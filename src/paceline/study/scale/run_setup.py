@@ -17,7 +17,7 @@ from ...analyze.records.state_timeline import find_window
 from ...analyze.reference.goal import Goal, parse_goal
 from ...analyze.reference.reference_file import RECORD_FILE, read_reference
 from ...analyze.reference.series import Series
-from ...analyze.scaling.runs.figures_of_run import TooShortError, figures_of_run, recorded_batch
+from ...analyze.scaling.figures_of_run import TooShortError, figures_of_run, recorded_batch
 from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER, write_run
 from ...analyze.scaling.study_model import (
     KNOB,

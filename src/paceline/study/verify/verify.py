@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...analyze.verification.comparison import Difference
 from ...analyze.verification.determinism import describe_noise, suspicious_noise
-from ...analyze.verification.replay import NOT_COMPARED, Replay, draws_of
+from ...analyze.verification.joined_runs import JoinedRuns
+from ...analyze.verification.replayed_steps import NOT_COMPARED, ReplayedSteps, draws_of
 from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
-from ...analyze.verification.view import View
 from ...observe.facts.models import FLAT
 from ...observe.facts.ranks import RankFacts
 from ...observe.replays.joined_batches import CANNOT_JOIN
@@ -87,7 +87,7 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
         _permute(runs, found, settings, way)
     elif way.accumulates and way.ranks == 1:
         _join(runs, found, replace(settings, accumulates=False, steps=FEW, max_steps=FEW))
-    if (one := View(found).comparison.whole) is not None and one.size <= DOUBTFUL:
+    if (one := JoinedRuns(found).comparison.whole) is not None and one.size <= DOUBTFUL:
         one = _round(runs, found, settings, one)
     if not way.accumulates and one is not None:
         _cut(runs, found, replace(settings, accumulates=True))
@@ -111,7 +111,7 @@ def _round(
     except RunFailedError as error:
         found.notes.append(f"{what}: failed ({error.short})")
         return one
-    rest = View(found).comparison.whole
+    rest = JoinedRuns(found).comparison.whole
     if rest is None:
         found.notes.append(
             f"{one.text}: this is rounding, as other last bits of the parameters change it as much"
@@ -131,7 +131,7 @@ def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, wa
     except RunFailedError as error:
         found.notes.append(f"{what}: failed ({error.short})")
         return
-    noise = suspicious_noise(View(found))
+    noise = suspicious_noise(JoinedRuns(found))
     if noise:
         found.notes.append(describe_noise(noise, _trace(runs, settings, way.ranks)))
 
@@ -383,7 +383,7 @@ def _run_all(runs: ObservedRuns) -> VerifyRuns:
 
 def _is_compared(found: VerifyRuns) -> bool:
     """Return whether a step was compared with a replay, or is known not to be comparable."""
-    view = View(found)
+    view = JoinedRuns(found)
     return found.replay is not None and any(map(view.replay.joint, view.steps))
 
 
@@ -410,8 +410,8 @@ def _compare_with_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     alone = found.alone
     if alone is None:
         return
-    own = Replay(found.ranks, alone, None, has_own_batches=True)
-    if any(map(own.joint, View(found).steps)):
+    own = ReplayedSteps(found.ranks, alone, None, has_own_batches=True)
+    if any(map(own.joint, JoinedRuns(found).steps)):
         found.replay, found.permuted, found.cut, found.replay_peers = alone, None, None, []
         what, settings = "one rank: the same once more", _alone_settings(found, has_all=True)
         found.again = _try(runs, found, "alone-2", what, settings)

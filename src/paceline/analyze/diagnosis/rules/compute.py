@@ -1,9 +1,27 @@
 """Rules for slow computation on one or many ranks: precision, layout, memory, Python threads."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....plurals import counted
+from ....record.experiments.rung import (
+    CHANNELS_LAST,
+    NO_COLLECTION,
+    SINGLE_PRECISION,
+    THREADS_PAUSED,
+)
+from ..descriptions import (
+    COMPUTING,
+    CauseKind,
+    Experiment,
+    Facts,
+    FirstRun,
+    Indicator,
+    largest_share,
+    saved,
+)
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
+from ..rungs import Interval, reference_name
 
 MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes
 
@@ -71,13 +89,7 @@ def memory(e: Evidence) -> NamedCause:
 
 def collecting_share(e: Evidence) -> float:
     """Return the share of time in which ranks collect garbage; mean of the ranks."""
-    found = [
-        one.get("collecting", {}).get("seconds", 0.0) / one["seconds"]
-        for climbed in e.rungs.get("everything", [])
-        for one in climbed.used
-        if one.get("seconds")
-    ]
-    return sum(found) / len(found) if found else 0.0
+    return _mean_share(e, "everything", "collecting")
 
 
 def collector(e: Evidence) -> NamedCause:
@@ -108,13 +120,14 @@ def interpreter_lock_share(e: Evidence) -> float:
 
 
 def _other_threads_cores(e: Evidence) -> float:
-    found = [
-        one.get("others", {}).get("seconds", 0.0) / one["seconds"]
-        for climbed in e.rungs.get("silent", [])
-        for one in climbed.used
-        if one.get("seconds")
-    ]
-    return sum(found) / len(found) if found else 0.0
+    return _mean_share(e, "silent", "others")
+
+
+def _mean_share(e: Evidence, rung: str, what: str) -> float:
+    """Return the share of time in which ranks do something in a rung; mean of the ranks."""
+    used = e.used(rung)
+    shares = [one.get(what, {}).get("seconds", 0.0) / one["seconds"] for one in used]
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def interpreter(e: Evidence) -> NamedCause:
@@ -134,7 +147,7 @@ def unused_search_share(e: Evidence) -> float:
     0 if some parameters are unused, as the search is needed then.
     """
     return (
-        e.mean_usage("everything", "searching") if _search_is_useless(e) else 0.0
+        e.mean_usage("everything", "searching") if _searches_in_vain(e.first_facts) else 0.0
     ) + used_map_share(e) * e.loss_share("transfer", doing=("transfer", "wait"))
 
 
@@ -146,13 +159,14 @@ def used_map_share(e: Evidence) -> float:
     """
     calls = [one for group in e.report.groups for one in group.collectives]
     count, size = sum(one.count for one in calls), sum(one.bytes for one in calls)
-    if not _search_is_useless(e) or not count or size >= LATENCY_BOUND_BYTES * count:
+    if not _searches_in_vain(e.first_facts) or not count or size >= LATENCY_BOUND_BYTES * count:
         return 0.0
     return min(e.steps / count, 1.0)
 
 
-def _search_is_useless(e: Evidence) -> bool:
-    ddp = e.first_facts.get("ddp", {})
+def _searches_in_vain(facts: Mapping[str, Any]) -> bool:
+    """Return whether DDP searches for unused parameters although all are used."""
+    ddp = facts.get("ddp", {})
     return bool(ddp.get("searches")) and not ddp.get("unused_bytes")
 
 
@@ -166,3 +180,302 @@ def search(e: Evidence) -> NamedCause:
         "of_exchange": used_map_share(e),
     }
     return "unused-parameter-search", sentence, evidence | {"ddp": e.first_facts["ddp"]}
+
+
+# Descriptions
+
+
+def _expected_float64(first: FirstRun) -> float:
+    """Return the share that float64 costs over float32, if all of a step is matrix products."""
+    sizes, took = first.facts[0].get("parameters", {}), first.facts[0].get("product_s", {})
+    if sizes.get("float64", 0) <= MIN_FLOAT64_SHARE * sum(sizes.values()):
+        return 0.0
+    if not took.get("float64") or "float32" not in took:
+        return 0.0
+    return float(max(1 - took["float32"] / took["float64"], 0.0))
+
+
+def _remains_float64(facts: Facts, used: Facts) -> str:
+    sizes = facts[0].get("parameters", {})
+    return "the parameters remain float64" if sizes.get("float64") else ""
+
+
+def _expected_layout(first: FirstRun) -> float:
+    """Return 1.0 if there are convolutions in the contiguous format: the share is not known yet."""
+    each = (one.get("convolutions") and not one.get("channels_last") for one in first.facts)
+    return float(any(each))
+
+
+def _of_all_ranks(e: Evidence, found: Interval, _: Interval | None) -> Interval:
+    """Return a share of the step of one rank as a share of that of all ranks."""
+    return found.scaled(e.relative_step_time("alone"))
+
+
+def _expected_page_faults(first: FirstRun) -> float:
+    shares = [
+        min(one["faults"] * facts.get("fault_s", 0.0), one["system"])
+        / one["seconds"]
+        / max(facts.get("threads", 1), 1)
+        for facts, one in zip(first.facts, first.used, strict=True)
+        if one.get("seconds") and "faults" in one and "system" in one
+    ]
+    return max(shares, default=0.0)
+
+
+def _faults_of(rung: str, without: str) -> Callable[[Evidence], float]:
+    """Return a function for the part of page faults that one rung has and another has not.
+
+    The part of the faults is taken as a part of what keeping memory saves.
+    """
+
+    def overlap(e: Evidence) -> float:
+        steps = {name: e.relative_step_time(name) for name in (rung, without, "everything")}
+        faults = {name: e.mean_usage(name, "faults") * steps[name] for name in steps}
+        if not faults["everything"] or not steps[without]:
+            return 0.0
+        part = (faults[rung] - faults[without]) / faults["everything"]
+        return max(part, 0.0) * saved(KEPT_MEMORY, e)
+
+    return overlap
+
+
+def _expected_collections(first: FirstRun) -> float:
+    return largest_share(first.used, "collecting")
+
+
+def _collected_between_phases(e: Evidence) -> float:
+    """Return the share of work between the phases of a step in lines that collect garbage."""
+    at = {
+        (one["collecting"]["file"].rpartition("/")[2], one["collecting"].get("line"))
+        for result in e.rungs.get("everything", [])
+        for one in result.used
+        if "file" in one.get("collecting", {})
+    }
+    found = sum(
+        loss.share * float(str(line.get("share", 0.0)))
+        for loss in e.losses_of_kind("other", doing=("other",))
+        for line in loss.lines
+        if (str(line.get("file", "")).rpartition("/")[2], line.get("line")) in at
+    )
+    return min(found, collecting_share(e))
+
+
+def _collected_unevenly(e: Evidence) -> float:
+    """Return how much longer one rank collects garbage than another, as a share of a step."""
+    each: dict[int, list[float]] = {}
+    for result in e.rungs.get("everything", []):
+        for rank, one in enumerate(result.used):
+            if one.get("seconds"):
+                seconds = one.get("collecting", {}).get("seconds", 0.0)
+                each.setdefault(rank, []).append(seconds / one["seconds"])
+    means = [sum(shares) / len(shares) for shares in each.values()]
+    return max(means) - min(means) if means else 0.0
+
+
+def _expected_threads(first: FirstRun) -> float:
+    return largest_share(first.used, "others")
+
+
+def _why_not_paused(facts: Facts, used: Facts) -> str:
+    if any(one.get("gave_up") for one in used):
+        return "the training waits for another Python thread, which cannot be paused"
+    if not any(one.get("paused") for one in used):
+        return "the other Python threads run no code of the script, and cannot be paused"
+    return ""
+
+
+def _without_slow_threads(e: Evidence, found: Interval, whole: Interval | None) -> Interval:
+    """Return the saving without what threads that can be paused cost: they are slower."""
+    if whole is not None and 0 < whole.mean < found.mean:
+        return found.scaled(whole.mean / found.mean)
+    return found
+
+
+def _expected_search(first: FirstRun) -> float:
+    """Return 1.0 if DDP searches for unused parameters without need: the share is not known yet."""
+    return float(any(_searches_in_vain(one) for one in first.facts))
+
+
+def _map_of_used_parameters(e: Evidence) -> float:
+    found = e.waterfall.of_step("exchange")
+    return used_map_share(e) * max(found.mean, 0.0) if found is not None else 0.0
+
+
+KEPT_MEMORY = Experiment(
+    "memory kept",
+    "everything",
+    "all ranks, freed memory kept",
+    expected=_expected_page_faults,
+    settings={"keep-memory": True},
+    is_separate=True,
+)
+
+CAUSES = (
+    CauseKind(
+        "layout",
+        COMPUTING,
+        "the memory layout of convolutions",
+        "convolutions are faster in the channels-last memory format, as measured",
+    ),
+    CauseKind(
+        "precision",
+        COMPUTING,
+        "computing in float64",
+        "parameters are float64, and steps are shorter if the script computes in float32; or "
+        "operators compute in float64 although most parameters do not (inside the model: the share "
+        "is half of their time)",
+    ),
+    CauseKind(
+        "allocator",
+        COMPUTING,
+        "page faults of the memory allocator",
+        "the allocator causes page faults, and steps are shorter if freed memory is kept",
+        is_in_useful=True,
+    ),
+    CauseKind(
+        "memory-limit",
+        COMPUTING,
+        "lack of memory",
+        "the kernel reports that processes wait for memory (`/proc/pressure/memory`)",
+        is_in_useful=True,
+    ),
+    CauseKind(
+        "garbage-collection",
+        COMPUTING,
+        "Python's garbage collector",
+        "steps are shorter without Python's garbage collector; with the line that calls "
+        "`gc.collect`, or in which most automatic collections occur",
+    ),
+    CauseKind(
+        "interpreter",
+        COMPUTING,
+        "another Python thread",
+        "steps are shorter while the other Python threads of the script are paused: the training "
+        "waits for the interpreter lock (GIL)",
+        is_in_useful=True,
+    ),
+    CauseKind(
+        "unused-parameter-search",
+        COMPUTING,
+        "the search for unused parameters",
+        "DDP searches for unused parameters, all are used, and steps are shorter without the "
+        "search",
+    ),
+)
+
+INDICATORS = (
+    Indicator(
+        "layout",
+        "memory layout",
+        "Time of a step of one rank with its batch in memory, minus that of a step whose "
+        "convolutions have weights and images in the channels-last layout.",
+        layout,
+        experiment=Experiment(
+            "alone, channels-last",
+            "alone",
+            "one rank, batches in memory, images as channels-last",
+            CHANNELS_LAST,
+            _expected_layout,
+            "interleaved with it: images as they are",
+            is_alone=True,
+            adapt=_of_all_ranks,
+        ),
+    ),
+    Indicator(
+        "precision",
+        "precision",
+        "Time of a step, minus that of a step of the same script in float32. The record: useful "
+        "share, times the additional time of a matrix product in float64 compared with float32 on "
+        "these cores.",
+        precision,
+        float64_share,
+        experiment=Experiment(
+            "float32 instead of float64",
+            "everything",
+            "all ranks, float32 instead of float64",
+            SINGLE_PRECISION,
+            _expected_float64,
+            is_separate=True,
+            why_void=_remains_float64,
+        ),
+        is_estimate=True,
+    ),
+    Indicator(
+        "allocator",
+        "page faults",
+        "Time of a step, minus that of a step in which freed memory is kept. The record: number of"
+        " memory pages that were touched for the first time, times the time of one such page "
+        "fault; the time inside the kernel if that is less.",
+        allocator,
+        page_fault_share,
+        experiment=KEPT_MEMORY,
+        is_estimate=True,
+        overlaps={
+            "exchange": _faults_of("cached", "silent"),
+            "input": _faults_of("everything", "cached"),
+        },
+    ),
+    Indicator(
+        "memory",
+        "lack of memory",
+        "Time in which a process of the node waited for memory, as the kernel reports it.",
+        memory,
+        lambda e: e.mean_usage("everything", "squeezed"),
+    ),
+    Indicator(
+        "collector",
+        "garbage collection",
+        "Time of steps with Python's garbage collector, minus that of steps without it, "
+        "interleaved. The record: time inside collections.",
+        collector,
+        collecting_share,
+        experiment=Experiment(
+            NO_COLLECTION,
+            reference_name(NO_COLLECTION),
+            "all ranks, no garbage collection",
+            NO_COLLECTION,
+            _expected_collections,
+            "interleaved with it: garbage collection",
+        ),
+        overlaps={"script": _collected_between_phases, "uneven": _collected_unevenly},
+    ),
+    Indicator(
+        "interpreter",
+        "interpreter lock",
+        "Time of steps with the script's other Python threads, minus that of steps in which they "
+        "are paused, interleaved. The record: time in which they computed while the training "
+        "thread neither computed nor waited for a core.",
+        interpreter,
+        interpreter_lock_share,
+        experiment=Experiment(
+            THREADS_PAUSED,
+            "everything",
+            "all ranks, other Python threads paused",
+            THREADS_PAUSED,
+            _expected_threads,
+            "interleaved with it: other Python threads running",
+            is_separate=True,
+            why_void=_why_not_paused,
+            adapt=_without_slow_threads,
+        ),
+        is_estimate=True,
+    ),
+    Indicator(
+        "search",
+        "search for unused parameters",
+        "Time of a step, minus that of a step without the search. The record: search of DDP for "
+        "unused parameters after each forward, and the all-reduce of its map of used parameters, "
+        "if all parameters are used.",
+        search,
+        unused_search_share,
+        experiment=Experiment(
+            "no search for unused parameters",
+            "everything",
+            "all ranks, no search for unused parameters",
+            expected=_expected_search,
+            settings={"unused-search-off": True},
+            is_separate=True,
+        ),
+        overlaps={"exchange": _map_of_used_parameters},
+    ),
+)

@@ -5,12 +5,14 @@ from typing import Any
 
 from ....plurals import counted
 from ...figures.process_groups import Collective, Group
+from ..descriptions import COMMUNICATION, CauseKind, Indicator
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 from ..exchanged_calls import ExchangedCalls
 from ..gradient_sync import GradientSync
-from . import exchange_parts, sharded
+from ..rungs import Interval
+from . import exchange_parts
+from .layouts import sharded_exchange, tensor_exchange
 from .ranks import alternating, late_without_cores, noisy
-from .tensor import tensor_exchange
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
 MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: then not only the last one synchronizes
@@ -42,7 +44,7 @@ def exchange(e: Evidence) -> NamedCause | None:
         return _barriers(e, calls)
     if (said := tensor_exchange(e, group, calls, _figures(e, calls), _line_text(e))) is not None:
         return said
-    if (said := sharded.sharded_exchange(e, calls, _figures(e, calls))) is not None:
+    if (said := sharded_exchange(e, calls, _figures(e, calls))) is not None:
         return said
     g = e.gradients
     if g is not None and (said := _accumulation(e, g, calls) or _buckets(e, g, calls)):
@@ -200,3 +202,66 @@ def _bandwidth(e: Evidence, calls: Collective) -> NamedCause:
         f"{calls.name} of {figures['bytes'] / 1e6:.3g} MB is limited by bandwidth{rate}{overlap}"
     )
     return "exchange-bandwidth", sentence, figures
+
+
+# Descriptions
+
+
+def _rest(e: Evidence) -> float:
+    """Return the part of the communication time that is no cause of its own."""
+    return max(1 - sum(exchange_parts.tested_parts(e).values()), 0.0)
+
+
+def _bar(e: Evidence) -> Interval | None:
+    whole = exchange_parts.switched_off(e, "silent", "exchange")
+    return whole.scaled(_rest(e)) if whole is not None else None
+
+
+CAUSES = (
+    CauseKind(
+        "accumulation-exchange",
+        COMMUNICATION,
+        "gradient synchronization in every backward of a step",
+        "several backwards of an optimizer step synchronize all gradients",
+    ),
+    CauseKind(
+        "bucket-size",
+        COMMUNICATION,
+        "gradient synchronization with an unsuitable bucket size",
+        "DDP has six or more buckets below 1 MiB, or one bucket of 26 MiB or more because of "
+        "`bucket_cap_mb`",
+    ),
+    CauseKind(
+        "exchange-latency",
+        COMMUNICATION,
+        "many small collectives",
+        "collectives have less than 256 KiB each, with the line",
+        is_usual=True,
+        max_usual_calls=3,
+    ),
+    CauseKind(
+        "no-overlap",
+        COMMUNICATION,
+        "gradient synchronization after the backward",
+        "gradients are all-reduced after the backward, with the line",
+    ),
+    CauseKind(
+        "exchange-bandwidth",
+        COMMUNICATION,
+        "communication limited by bandwidth",
+        "none of the other causes of communication applies",
+        is_usual=True,
+    ),
+)
+
+INDICATORS = (
+    Indicator(
+        "exchange",
+        "exchange",
+        "Throughput of all ranks with their batches in memory: without communication, minus with "
+        "communication.",
+        exchange,
+        lambda e: _rest(e) * exchange_parts.exchanged_share(e),
+        _bar,
+    ),
+)

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ....plurals import counted
+from ....record.experiments.rung import NO_BROADCASTS
 from ....record.ring.states import Op
+from ..descriptions import COMMUNICATION, CauseKind, Experiment, Facts, Indicator, Rule, saved
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..exchanged_calls import CollectiveKind, ExchangedCalls
+from ..rungs import Interval, reference_name
 
 WITNESSES = {
     CollectiveKind.BUFFER: "buffers",
@@ -80,7 +83,7 @@ def lines_of(calls: list[ExchangedCalls]) -> list[dict[str, object]]:
     return [one.as_line((one.transfer + one.wait) / whole) for one in located[:MAX_LINES]]
 
 
-def rule_for(kind: CollectiveKind) -> Callable[[Evidence], NamedCause | None]:
+def rule_for(kind: CollectiveKind) -> Rule:
     """Return the rule that names the cause of one kind of collective."""
 
     def rule(e: Evidence) -> NamedCause | None:
@@ -139,3 +142,134 @@ _NAMED: dict[CollectiveKind, Callable[[float, float], tuple[str, str]]] = {
     CollectiveKind.OBJECT: _objects,
     CollectiveKind.BARRIER: _barriers,
 }
+
+
+# Descriptions
+
+
+def switched_off(e: Evidence, rung: str, bar: str) -> Interval | None:
+    """Return the bar below a rung, or None if the rung could switch nothing off."""
+    results = e.rungs.get(rung, [])
+    counts = [one.cached if rung == "cached" else one.silent for one in results]
+    return e.waterfall.of_step(bar) if not results or any(counts) else None
+
+
+def tested_parts(e: Evidence) -> dict[CollectiveKind, float]:
+    """Return the ``parts`` that only the experiment without any communication measures."""
+    found = parts(e)
+    if BROADCASTS.saving(e) is not None:
+        found.pop(CollectiveKind.BUFFER, None)
+    return found
+
+
+def exchanged_share(e: Evidence) -> float:
+    """Return the share of a step in communication that the experiment can switch off."""
+    found = e.loss_share("transfer", doing=("transfer", "wait")) + e.occasional_waits
+    return found - never_off(e)
+
+
+def _part(kind: CollectiveKind, title: str, definition: str) -> Indicator:
+    """Return the indicator of a part of the communication."""
+
+    def record(e: Evidence) -> float:
+        found = tested_parts(e)
+        return found[kind] * exchanged_share(e) if kind in found else never_off(e)
+
+    def ladder(e: Evidence) -> Interval | None:
+        whole, factor = switched_off(e, "silent", "exchange"), tested_parts(e).get(kind)
+        return whole.scaled(factor) if whole is not None and factor is not None else None
+
+    def is_present(e: Evidence) -> bool:
+        is_object = kind == CollectiveKind.OBJECT
+        return kind in tested_parts(e) or (is_object and never_off(e) > 0)
+
+    return Indicator(
+        WITNESSES[kind], title, definition, rule_for(kind), record, ladder, is_present=is_present
+    )
+
+
+def _why_not_off(facts: Facts, used: Facts) -> str:
+    if any(one.get("broadcasting") for one in used):
+        return ""
+    return "the script broadcasts the buffers itself, and not DistributedDataParallel"
+
+
+BROADCASTS = Experiment(
+    NO_BROADCASTS,
+    reference_name(NO_BROADCASTS),
+    "all ranks, no broadcasts of buffers",
+    NO_BROADCASTS,
+    lambda first: first.broadcast_share,
+    "interleaved with it: broadcasts of buffers",
+    why_void=_why_not_off,
+)
+
+CAUSES = (
+    CauseKind(
+        "synchronisation",
+        COMMUNICATION,
+        "waiting for a value, an output or a barrier",
+        "barriers take 5 % of a step or half of the communication time, with the line of the "
+        "largest one; also if a line of the script waits for a value (`.item()`), prints or waits."
+        " A line that computes its value is `script`",
+        states=("other",),
+    ),
+    CauseKind(
+        "buffer-broadcast",
+        COMMUNICATION,
+        "broadcasts of the model's buffers",
+        "steps are shorter without DDP's broadcasts of buffers; with the line of the forward. If "
+        "that was not tested: they take 5 % of a step or half of the communication time",
+    ),
+    CauseKind(
+        "metric-collectives",
+        COMMUNICATION,
+        "collectives of metrics",
+        "collectives of at most 1 KiB outside of a backward, which carry no gradients or "
+        "parameters, take 5 % of a step or half of the communication time, with the line",
+    ),
+    CauseKind(
+        "object-collectives",
+        COMMUNICATION,
+        "exchanges of Python objects",
+        "collectives of Python objects (`all_gather_object`, `broadcast_object_list`, ...) take "
+        "5 % of a step or half of the communication time, with the line",
+    ),
+)
+
+INDICATORS = (
+    _part(
+        CollectiveKind.BUFFER,
+        "broadcasts of buffers",
+        "Part of the exchange: transfers of DDP's broadcasts of buffers, relative to all transfers"
+        " and waits of the exchange in the record.",
+    ),
+    _part(
+        CollectiveKind.METRIC,
+        "exchange of metrics",
+        "Part of the exchange: transfers of collectives outside of a backward with at most 1 KiB, "
+        "relative to all transfers and waits of the exchange in the record.",
+    ),
+    _part(
+        CollectiveKind.OBJECT,
+        "exchange of objects",
+        "Part of the exchange: transfers of pickled Python objects, relative to all transfers and "
+        "waits of the exchange in the record.",
+    ),
+    _part(
+        CollectiveKind.BARRIER,
+        "barriers",
+        "Part of the exchange: barriers, with the waits that no single rank explains, relative to "
+        "all transfers and waits of the exchange in the record.",
+    ),
+    Indicator(
+        "broadcasts",
+        "broadcasts of buffers",
+        "Time of steps with DDP's broadcasts of buffers, minus that of steps without them, "
+        "interleaved. The record: their transfers.",
+        rule_for(CollectiveKind.BUFFER),
+        lambda e: transfer_of(e, CollectiveKind.BUFFER) if BROADCASTS.saving(e) else None,
+        experiment=BROADCASTS,
+        overlaps={"exchange": lambda e: saved(BROADCASTS, e)},
+    ),
+)

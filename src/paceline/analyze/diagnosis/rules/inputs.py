@@ -3,8 +3,10 @@
 from typing import Any
 
 from ....plurals import counted
+from ..descriptions import INPUT, CauseKind, Indicator
 from ..evidence import LATENCY_BOUND_BYTES, MIN_SHARE, Evidence, NamedCause
 from ..line_profile import Doing
+from .exchange_parts import switched_off
 from .lines import loader_lines, mostly_in
 from .ranks import noisy, restricted_binding
 
@@ -167,3 +169,66 @@ def _file_access(
         return "input-small-files", sentence, evidence
     sentence = f"the loader reads {rate / 1e6:.3g} MB/s and takes {each} ({who})"
     return "input-bandwidth", sentence, evidence
+
+
+# Descriptions
+
+CAUSES = (
+    CauseKind(
+        "loader-start",
+        INPUT,
+        "the start of the loader in each epoch",
+        "at least half of the input time is the start of the loader for the next epoch",
+        states=("input",),
+    ),
+    CauseKind(
+        "input-small-files",
+        INPUT,
+        "reading small files",
+        "the loader, measured alone, waits or computes in the kernel, opens one or more files "
+        "below 256 KiB per batch, and spends 30 % of the time of its batches in lines that open or"
+        " read files, as sampled",
+        states=("input",),
+    ),
+    CauseKind(
+        "input-bandwidth",
+        INPUT,
+        "reading files from storage",
+        "the same as `input-small-files`, with larger files from storage",
+        states=("input",),
+    ),
+    CauseKind(
+        "input-preprocessing",
+        INPUT,
+        "preprocessing of samples",
+        "the loader is limited by computation",
+        states=("input",),
+    ),
+    CauseKind(
+        "input-waiting",
+        INPUT,
+        "waiting for the loader",
+        "the loader mostly waits, but not for files: its lines sleep, or wait for a lock, a "
+        "network or a database",
+        states=("input",),
+    ),
+    CauseKind(
+        "input",
+        INPUT,
+        "waiting for the next batch",
+        "the loader could not be measured alone",
+        states=("input",),
+    ),
+)
+
+INDICATORS = (
+    Indicator(
+        "input",
+        "input",
+        "Throughput of all ranks with communication: with batches in memory, minus with the "
+        "loader.",
+        inputs,
+        lambda e: e.loss_share("input", doing=("input",)),
+        lambda e: switched_off(e, "cached", "input"),
+    ),
+)

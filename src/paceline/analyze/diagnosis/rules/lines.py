@@ -1,11 +1,12 @@
 """Rules that name a line of the user's code: where time goes that no other cause explains."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ....plurals import counted
+from ..descriptions import SCRIPT, CauseKind
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..line_profile import Doing, Entry, LineProfile, LineTime, SampledLine
 
@@ -22,15 +23,6 @@ MIN_OF_STATE = 0.3  # of the time in a state, for its line to be named
 _OWN_WORK = (
     *(Doing.PYTHON, Doing.LIBRARY, Doing.SHORT_CALLS, Doing.FILE, Doing.WAIT, Doing.GARBAGE),
 )
-# The states whose time a cause explains, by the beginning of its id.
-_EXPLAINED_STATES = {
-    "input": ("input",),
-    "loader-start": ("input",),
-    "validation": ("validation",),
-    "checkpoint": ("checkpoint",),
-    "script": ("other",),
-    "synchronisation": ("other",),
-}
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ def _is_of_one_rank(profile: LineProfile, time: LineTime, rank: int, is_only_the
     return excess >= (MIN_EXCESS if may_differ else MIN_OTHER_EXCESS)
 
 
-def sentence_of_rank(e: Evidence, rank: int, lines: list[dict[str, object]], when: str) -> str:
+def sentence_of_rank(rank: int, lines: list[dict[str, object]], when: str) -> str:
     """Say which line of a rank the others wait for."""
     place = f"rank {rank}{f', {when},' if when else ''} is busy in {lines[0]['function']}"
     return f"{place}{mostly_in([lines[0] | {'share': 1.0}])}, and all others wait for it"
@@ -185,19 +177,26 @@ def late_rank(e: Evidence) -> LineCause | None:
     place = profile.ranks.index(rank)
     host = e.report.hosts[place] if place < len(e.report.hosts) else ""
     evidence = {"rank": rank, "host": host, "when": when, "lines": lines}
-    named = ("slow-rank", sentence_of_rank(e, rank, lines, when), evidence)
+    named = ("slow-rank", sentence_of_rank(rank, lines, when), evidence)
     return LineCause(share, named)
 
 
 # Work of all ranks
 
 
-def unexplained_lines(e: Evidence, explained: Iterable[NamedCause]) -> list[LineCause]:
+def unexplained_lines(
+    e: Evidence, explained: Iterable[NamedCause], states: Mapping[str, tuple[str, ...]]
+) -> list[LineCause]:
     """Return the functions that take MIN_LINE_SHARE of a step in time that no cause explains.
 
     Time within torch's operators, in communication, and without a core does not count. The time of
     a function is that of its own lines; where many functions take a little, it is the innermost
     line that called them and is not the training loop's.
+
+    Args:
+        e: What is known about the runs.
+        explained: Causes that are known already.
+        states: By id of a cause, the states whose time it explains.
     """
     profile = e.line_profile
     if profile is None:
@@ -210,7 +209,10 @@ def unexplained_lines(e: Evidence, explained: Iterable[NamedCause]) -> list[Line
         and (own := profile.own_line(entry)) is not None
         and not (entry.state == "other" and (own.file, own.line) in loops)  # the rule "script"
         and not (entry.state == "input" and entry.doing == Doing.WAIT)  # for the loader
-        and not any(_explains(profile, cause, entry) for cause in explained)
+        and not any(
+            entry.state in states[cause[0]] or _explains(profile, cause, entry)
+            for cause in explained
+        )
     }
     found: list[LineCause] = []
     while len(found) < MAX_LINE_CAUSES:
@@ -224,11 +226,6 @@ def unexplained_lines(e: Evidence, explained: Iterable[NamedCause]) -> list[Line
 
 def _explains(profile: LineProfile, cause: NamedCause, entry: Entry) -> bool:
     name, _, evidence = cause
-    states = next(
-        (states for start, states in _EXPLAINED_STATES.items() if name.startswith(start)), ()
-    )
-    if entry.state in states:
-        return True
     if name in ("script", "interpreter") and entry.doing == Doing.WAIT:
         return True
     if name == "garbage-collection" and entry.doing == Doing.GARBAGE:
@@ -338,3 +335,17 @@ def _does(doing: Doing, what: str, executions: float) -> str:
         Doing.WAIT: f"waits{f' ({what})' if what else ''} on no core{times}",
         Doing.GARBAGE: "makes Python collect garbage",
     }[doing]
+
+
+# Descriptions
+
+CAUSES = (
+    CauseKind(
+        "line",
+        SCRIPT,
+        "one function of the script",
+        "a function of the user's code takes 10 % of a step outside of torch's operators, in time "
+        "that no other cause explains; with the line, and with what it does: Python code, many "
+        "short calls of torch, a library, files, waiting, or garbage collection",
+    ),
+)

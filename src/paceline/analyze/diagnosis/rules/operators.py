@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..descriptions import MODEL, CauseKind
 from ..evidence import MIN_SHARE
 from ..operator_profile import OperatorProfile, ProfiledOperator
 
@@ -304,3 +305,79 @@ def _large_intermediate(profile: OperatorProfile) -> Finding | None:
         *("large-intermediate", profile, chosen, lambda one: one.row.seconds, sentence, remedy),
         bytes=largest,
     )
+
+
+# Descriptions
+
+CAUSES = (
+    CauseKind(
+        "copies",
+        MODEL,
+        "copies of tensors between memory layouts or dtypes",
+        "tensors are copied between memory layouts (`contiguous`, `clone`) or dtypes (`to`), "
+        "outside of the optimizer",
+    ),
+    CauseKind(
+        "small-operators",
+        MODEL,
+        "many small operators",
+        "an operator is called at least 32 times per step by one line in one module, and takes "
+        "less than three times as long as its dispatch. Operators that a recurrent layer of "
+        "PyTorch calls do not count",
+    ),
+    CauseKind(
+        "recomputation",
+        MODEL,
+        "operators computed again on the same values",
+        "an operator is called again on the same values in the same step",
+    ),
+    CauseKind(
+        "activation-checkpointing",
+        MODEL,
+        "activation checkpointing",
+        "activation checkpointing computes parts of the forward again",
+    ),
+    CauseKind(
+        "unused-output",
+        MODEL,
+        "outputs that nothing uses",
+        "no loss, no other operator and no later step uses the result of operators of the forward",
+    ),
+    CauseKind(
+        "unneeded-gradient",
+        MODEL,
+        "gradients of parameters that no optimizer updates",
+        "the backward computes gradients that lead only to parameters that no optimizer updates",
+    ),
+    CauseKind(
+        "second-backward",
+        MODEL,
+        "a second backward through the same operators",
+        "a backward runs through operators that another backward of the step runs through, too, "
+        "and none of them is of second order. Named is the one that adds to no `.grad`, else the "
+        "later one",
+    ),
+    CauseKind(
+        "padding",
+        MODEL,
+        "padding in the model's input",
+        "a part of the model's largest input is padding: the same value at the end of sequences "
+        "(batch, length) or (batch, length, features), or at the end of one of the last two "
+        "dimensions of all samples (of images: if the script pads them). The share is that part of"
+        " the model's operators. Not named with `pack_padded_sequence`",
+    ),
+    CauseKind(
+        "slow-operators",
+        MODEL,
+        "operators far below the limits of the device",
+        "a product reaches less than 20 % of the roofline (or of the best product of the step), or"
+        " another operator less than 1 % of the memory bandwidth",
+    ),
+    CauseKind(
+        "large-intermediate",
+        MODEL,
+        "large intermediate tensors",
+        "an operator other than a convolution or a linear layer makes an output of 8 MiB or more "
+        "that is 8 times as large as its inputs, or a tensor takes 10 % of the memory of a rank",
+    ),
+)

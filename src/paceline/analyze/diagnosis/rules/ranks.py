@@ -2,18 +2,19 @@
 
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 
 from ....plurals import counted
 from ....significance import range_by_chance, rank_spread
+from ..descriptions import NODE, RANKS, SCRIPT, CauseKind, Experiment, Indicator, Rule, bar, saved
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..lateness import COMPUTING
 from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
 NOISY = "noisy-machine"
+BINDING = "binding"  # indicator of waits for the few cores that ranks may use
 MIN_WAITED = 0.5  # waits over the mean work of the ranks: then only one rank works
 MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
 MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
@@ -150,7 +151,7 @@ def uneven(e: Evidence) -> NamedCause | None:
     when = e.describe_lateness(rank)
     if lines := lines or work_of_one_rank(e, rank):
         evidence = {"rank": rank, "host": host, "steps": loss.steps, "when": when, "lines": lines}
-        return "slow-rank", sentence_of_rank(e, rank, lines, when), evidence
+        return "slow-rank", sentence_of_rank(rank, lines, when), evidence
     sentence = (
         f"rank {rank} on {host} takes longer for its steps{f', {when}' if when else ''}, and all "
         "other ranks wait for it"
@@ -201,7 +202,7 @@ def data(e: Evidence, constant: float = 0.0, varying: float = 0.0) -> NamedCause
         varying: Share of a step that ranks wait for each other in turn.
     """
     elements_by_rank = [
-        [climbed.used[rank].get("elements") for climbed in e.rungs.get("everything", [])]
+        [result.used[rank].get("elements") for result in e.rungs.get("everything", [])]
         for rank in range(len(e.facts))
     ]
     known = [[one for one in rounds if one] for rounds in elements_by_rank]
@@ -260,7 +261,7 @@ def alternating(e: Evidence) -> NamedCause:
     return "jitter", sentence, {"waits": e.occasional_waits, "delayed": e.cpu_wait_share}
 
 
-def rule_for_phase(kind: str) -> Any:
+def rule_for_phase(kind: str) -> Rule:
     """Return a rule for validation or checkpoints.
 
     The rule distinguishes one rank that works while the others wait from all ranks that work, one
@@ -282,3 +283,181 @@ def rule_for_phase(kind: str) -> Any:
         return kind, f"the training pauses while the ranks {work}", {"rank": most.rank}
 
     return rule
+
+
+# Descriptions
+
+
+def _waits_for_other_programs(e: Evidence) -> float:
+    """Return what waits for cores that other programs use take, beyond those of one rank alone."""
+    alone = e.mean_usage("alone", "delayed") * e.relative_step_time("alone")
+    return max(e.foreign_wait_share - alone, 0.0)
+
+
+ONE_THREAD = Experiment(
+    "one thread",
+    "silent",
+    "all ranks, batches in memory, no communication, one thread per rank",
+)
+
+CAUSES = (
+    CauseKind(
+        "uneven-data",
+        RANKS,
+        "batches of different sizes",
+        "batches differ in their number of elements, CPU time follows, and explains half of what "
+        "is lost",
+        is_of_one_rank=True,
+    ),
+    CauseKind(
+        "slow-host",
+        RANKS,
+        "a slow node",
+        "the cores of a node take longer for the same matrix product",
+        is_of_one_rank=True,
+    ),
+    CauseKind(
+        "slow-rank",
+        RANKS,
+        "a slow rank",
+        "none of the other causes applies; with the rank, and since which step, always or at "
+        "times. If the rank does work that others do not do: with its line, and if others wait for"
+        " it during 5 % of their time",
+        is_of_one_rank=True,
+    ),
+    CauseKind(
+        "noisy-machine",
+        RANKS,
+        "other programs on the node",
+        "other programs use more than a fifth of a core of the job, and waits for these cores "
+        "explain half of what is lost; also if one rank alone becomes as slow as all ranks. Waits "
+        "beyond what the other programs use are those of the job's own threads",
+        is_in_useful=True,
+    ),
+    CauseKind(
+        "jitter",
+        RANKS,
+        "ranks that are late in different steps",
+        "different ranks are late in different steps, for none of these reasons",
+        is_usual=True,
+    ),
+    CauseKind(
+        "too-many-threads",
+        NODE,
+        "too many compute threads",
+        "there are more threads than cores, and steps are shorter with one thread per rank",
+        is_in_useful=True,
+    ),
+    CauseKind(
+        "binding",
+        NODE,
+        "a binding to too few cores",
+        "ranks may together use fewer cores than they need, and the node has more. If the "
+        "experiments differ too much to confirm it, by the waits for a core in the record",
+        is_in_useful=True,
+    ),
+    CauseKind(
+        "fixed-cost",
+        NODE,
+        "the cost of a step that does not depend on the batch size",
+        "one rank alone has a larger batch, because the global batch is divided among the ranks. "
+        "The cause is the cost of a step that does not depend on the batch size",
+    ),
+    CauseKind(
+        "shared-machine",
+        NODE,
+        "sharing of the node by its ranks",
+        "none of the other causes applies, but a rank alone is faster: ranks share clock, memory "
+        "bandwidth and caches",
+        is_usual=True,
+    ),
+    CauseKind("validation", SCRIPT, "validation", "all ranks evaluate", states=("validation",)),
+    CauseKind(
+        "validation-on-one-rank",
+        SCRIPT,
+        "validation on one rank",
+        "all ranks wait for the rank that evaluates, for at least half as long as a mean rank "
+        "evaluates",
+        states=("validation",),
+        is_of_one_rank=True,
+    ),
+    CauseKind(
+        "checkpoint", SCRIPT, "checkpoints", "all ranks write checkpoints", states=("checkpoint",)
+    ),
+    CauseKind(
+        "checkpoint-on-one-rank",
+        SCRIPT,
+        "checkpoints of one rank",
+        "all ranks wait for the rank that writes checkpoints",
+        states=("checkpoint",),
+        is_of_one_rank=True,
+    ),
+)
+
+BARS = (
+    Indicator(
+        "sharing",
+        "sharing the machine",
+        "Throughput of the ideal, minus that of all ranks without communication, both at the rate "
+        "of the fastest rank. Ranks share cores, caches and memory bandwidth.",
+        sharing,
+        ladder=bar("sharing"),
+    ),
+    Indicator(
+        "uneven",
+        "slower ranks",
+        "Throughput of all ranks without communication at the rate of the fastest rank, minus that"
+        " at the rate of the slowest rank.",
+        uneven,
+        lambda e: e.compute_imbalance,
+        bar("uneven"),
+    ),
+)
+PHASES = (
+    Indicator(
+        "validation",
+        "validation",
+        "Throughput of all ranks without communication, at the rate of the slowest rank: without "
+        "validation, minus with validation. The ideal has no validation.",
+        rule_for_phase("validation"),
+        lambda e: e.loss_share("validation", doing=("validation",)),
+        bar("validation"),
+    ),
+    Indicator(
+        "checkpoint",
+        "checkpoints",
+        "Throughput of all ranks without communication, at the rate of the slowest rank: without "
+        "checkpoints, minus with checkpoints. The ideal has no checkpoints.",
+        rule_for_phase("checkpoint"),
+        lambda e: e.loss_share("checkpoint", doing=("checkpoint",)),
+        bar("checkpoint"),
+    ),
+)
+CORES = (
+    Indicator(
+        BINDING,
+        "waits for bound cores",
+        "Time in which training threads wait for a core, if all ranks of a node are bound to fewer"
+        " cores than they need. Only the record shows it.",
+        restricted_binding,
+        waits_of_binding,
+    ),
+    Indicator(
+        "noise",
+        "other programs",
+        "Minimum time that each rank waits for a core while programs outside of the job use some "
+        "of the cores.",
+        noisy,
+        foreign_delay_share,
+        overlaps={"sharing": _waits_for_other_programs},
+    ),
+    Indicator(
+        "threads",
+        "threads",
+        "Time of a step of all ranks without communication, minus that of a step with one thread "
+        "per rank.",
+        threads,
+        experiment=ONE_THREAD,
+        overlaps={"sharing": lambda e: saved(ONE_THREAD, e)},
+    ),
+)

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from ..descriptions import SCRIPT, CauseKind, Indicator
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..line_profile import Doing
 from .compute import interpreter_lock_share
@@ -73,3 +74,36 @@ def off_core(e: Evidence) -> NamedCause:
         f"another program{where}"
     )
     return "script", sentence, {"lines": lines, "doing": str(Doing.WAIT)}
+
+
+# Descriptions
+
+CAUSES = (
+    CauseKind(
+        "script",
+        SCRIPT,
+        "other work of the script",
+        "the script works between the phases of its steps, with the line (if a library runs the "
+        "training loop, from 15 % of a step on); or the training uses no core in 10 % or more of a"
+        " step, and does not wait for a collective, a loader or a thread",
+        states=("other",),
+    ),
+)
+
+INDICATORS = (
+    Indicator(
+        "script",
+        "other work of the script",
+        "Work of the script between the phases of its steps. Only the record measures it.",
+        script,
+        lambda e: e.loss_share("other"),
+    ),
+    Indicator(
+        "standing",
+        "time off the CPU",
+        "Time within steps without communication in which the training thread ran on no core, did "
+        "not wait for its loader, and no other thread blocked it.",
+        off_core,
+        off_core_share,
+    ),
+)

@@ -12,30 +12,29 @@ from ....observe.facts.events import MetricFacts, OutputFacts
 from ....observe.facts.models import AVERAGE
 from ....observe.facts.ranks import RankFacts
 from ....observe.facts.samples import Phase
-from ..mistakes import MISTAKES, Finding, Nature
-from ..relations import Vectors, distance, vectors
-from ..replay import NOISE_FACTOR
+from ..joined_runs import JoinedRuns, is_reduction, listed
+from ..mistakes import Finding, Mistake, Nature, by_id
+from ..relations import EQUAL_WITHIN, Vectors, distance, vectors
+from ..replayed_steps import NOISE_FACTOR
 from ..steps import JointStep, trained
-from ..view import View, is_reduction, listed
 
-SAME = 1e-6  # relative difference of values that a script has combined itself
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.])|[-+]?\d\.\d*[eE][-+]?\d+")
 LOSS = re.compile(r"loss|nll|cross.?entropy|\bce\b", re.IGNORECASE)
 WORDS = re.compile(r"[-+]?\d[\d.,eE+-]*")
-DIGITS = 3  # significant ones that a printed number has to have
-LEAST = 2  # numbers at the same place of a line, where its words do not say that it is a loss
-MOSTLY = 0.8  # of these
+MIN_DIGITS = 3  # significant ones that a printed number has to have
+MIN_NUMBERS = 2  # numbers at the same place of a line, where its words do not say that it is a loss
+MOST_OF_NUMBERS = 0.8  # of these
 TRANSFORMS: tuple[Callable[[float], float], ...] = (
     lambda value: value,
     lambda value: math.exp(min(value, 100.0)),  # a perplexity
 )
 SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be compared
-FLOOR = 2e-4  # relative difference of printed values that rounding may make
+PRINTED_ROUNDING = 2e-4  # relative difference of printed values that rounding may make
 AMPLIFIED = 10.0  # largest relative change of a metric, relative to that of the parameters
 VARIABLE = 0.01  # relative difference of two replays, from which on a value is a time or a rate
 FLIPPED = 1.6  # samples whose class may be another one by rounding
 METRIC_BYTES = 1024  # of a collective that combines metrics
-SHARE = 0.02  # distance of a share from whole samples, in samples
+MAX_SHARE_ERROR = 0.02  # distance of a share from whole samples, in samples
 TRAINED = re.compile(r"train|running|\bstep\b|\bbatch\b|\biter", re.IGNORECASE)
 EVALUATED = re.compile(
     r"\b(valid|ppl|perplexity|error|err|score|metric|correct|top-?[15]|precision|recall|bleu|m?iou|"
@@ -51,12 +50,30 @@ MACHINE = re.compile(
 )
 UNIT = re.compile(r"\s*((ms|s|sec\w*|min\w*|h|its?|[KMGT]i?B)\b|[\w ]{0,10}/\s*s)", re.IGNORECASE)
 
+MISTAKES = by_id(
+    Mistake(
+        "metric-of-one-rank",
+        "A printed value is that of one rank",
+        "printed and logged values beside losses and evaluated samples of all ranks",
+        "sum the value and the number of samples over the ranks before it is printed",
+        explains=("metric-differs",),
+        is_late=True,
+    ),
+    Mistake(
+        "metric-differs",
+        "A printed value differs from that of one process",
+        "values that ranks and one process print with the same parameters and samples",
+        "combine sums and numbers of samples of all ranks before the value is computed",
+        is_late=True,
+    ),
+)
 
-def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
+
+def logged_metric_of_one_rank(joined: JoinedRuns) -> Iterator[Finding]:
     """Find metrics that are logged without ``sync_dist`` and differ between the ranks."""
-    different = own_metrics(view)
+    different = own_metrics(joined)
     for first, (ours, theirs, *_) in different.items():
-        facts, names = view.ranks[0], list(different)
+        facts, names = joined.ranks[0], list(different)
         logged = [one.line for one in _logged(facts) if one.name in names]
         printed = [one.line for one in facts.outputs if any(name in one.text for name in names)]
         yield Finding(
@@ -71,15 +88,15 @@ def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
         )
 
 
-def own_metrics(view: View) -> dict[str, tuple[float, ...]]:
+def own_metrics(joined: JoinedRuns) -> dict[str, tuple[float, ...]]:
     """Return the metrics of a validation that differ between the ranks, with their values."""
-    logged = [_logged(facts) for facts in view.ranks]
+    logged = [_logged(facts) for facts in joined.ranks]
     reduced = {one.name for one in logged[0] if one.is_reduced}
     found: dict[str, tuple[float, ...]] = {}
     for name in dict.fromkeys(one.name for one in logged[0] if one.name not in reduced):
         of_ranks = ([one.value for one in each if one.name == name] for each in logged)
         for values in zip(*of_ranks, strict=False):
-            if not np.allclose(values, values[0], SAME, 0, equal_nan=True):
+            if not np.allclose(values, values[0], EQUAL_WITHIN, 0, equal_nan=True):
                 found.setdefault(name, values)
     return found
 
@@ -128,16 +145,16 @@ class _Match:
     is_of_pass: bool
 
 
-def loss_of_one_rank(view: View) -> Iterator[Finding]:
+def loss_of_one_rank(joined: JoinedRuns) -> Iterator[Finding]:
     """Find printed training losses that are those of rank 0, and differ from the mean.
 
     That of a batch is usual in a log. That of a whole epoch differs from that of one process.
     """
-    losses = _losses(view)
-    if view.size < 2 or losses is None:
+    losses = _losses(joined)
+    if joined.size < 2 or losses is None:
         return
-    for outputs in outputs_by_place(view.ranks[0]).values():
-        if is_printed_by(view.ranks[1:], outputs[0]):
+    for outputs in outputs_by_place(joined.ranks[0]).values():
+        if is_printed_by(joined.ranks[1:], outputs[0]):
             continue
         for number in range(len(NUMBER.findall(outputs[0].text))):
             one = _match(losses, outputs, number, of_all=False)
@@ -148,7 +165,7 @@ def loss_of_one_rank(view: View) -> Iterator[Finding]:
                 MISTAKES["metric-of-one-rank"],
                 [one.output.line],
                 f"Rank 0 prints {one.text} in {one.output.text.strip()[:60]!r}: {what}. The mean "
-                f"of {view.size} ranks is {one.mean:.6g}."
+                f"of {joined.size} ranks is {one.mean:.6g}."
                 + " Is that of one rank wanted?"
                 * (not one.is_of_pass),
                 ranks=[0],
@@ -182,10 +199,10 @@ def last_digit(text: str) -> float:
     return float(10.0 ** (int(exponent or 0) - len(head.partition(".")[2])))
 
 
-def _losses(view: View) -> _Losses | None:
+def _losses(joined: JoinedRuns) -> _Losses | None:
     """Return the losses of all ranks, as far as all have them; None without any."""
     values, samples = [], []
-    for facts in view.ranks:
+    for facts in joined.ranks:
         each = [one for step in facts.steps for one in step.backwards]
         values.append([x.loss if x.loss is not None else x.root / x.scale for x in each])
         samples.append([sum(facts.batches[at].samples for at in trained(facts, x)) for x in each])
@@ -193,16 +210,16 @@ def _losses(view: View) -> _Losses | None:
     if not length:
         return None
     before, starts, count, last = [0], [], 0, None
-    for step in view.ranks[0].steps:
+    for step in joined.ranks[0].steps:
         for one in step.backwards:
             if one.batches:
-                batch = view.ranks[0].batches[one.batches[-1]]
+                batch = joined.ranks[0].batches[one.batches[-1]]
                 if (batch.loader, batch.pass_number) != last:
                     last = (batch.loader, batch.pass_number)
                     starts.append(count)
             count += 1
         before.append(count)
-    plans = [s.first.facts.planned for s in view.training]
+    plans = [s.first.facts.planned for s in joined.training]
     plan = plans[0] if plans and plans[0] else []
     return _Losses(
         np.array([one[:length] for one in values]),
@@ -226,7 +243,7 @@ def _match(
         text = NUMBER.findall(output.text.replace(",", " "))[number]
         printed, digit = float(text), last_digit(text)
         close = max(0.5000001 * digit, 1e-6 * abs(printed))
-        known += [output] * (abs(printed) >= 10 ** (DIGITS - 1) * digit)
+        known += [output] * (abs(printed) >= 10 ** (MIN_DIGITS - 1) * digit)
         is_at_end = losses.before(output.step) in {*losses.starts, losses.values.shape[1]}
         for kind, values in _candidates(losses, output.step, before):
             for at, transform in enumerate(TRANSFORMS):
@@ -238,7 +255,7 @@ def _match(
                     matches.setdefault((kind, at), []).append(one)
         before = losses.before(output.step)
     says_loss = bool(LOSS.search(outputs[0].text)) and not of_all
-    needed = len(known) if of_all else max(LEAST, MOSTLY * len(known))
+    needed = len(known) if of_all else max(MIN_NUMBERS, MOST_OF_NUMBERS * len(known))
     for (_, at), found in sorted(matches.items(), key=lambda one: not one[1][0].is_of_pass):
         if not known or found[0].output not in known:
             continue
@@ -299,14 +316,14 @@ class _Pair:
     again: list[str]
 
 
-def differ(view: View) -> Iterator[Finding]:
+def differ(joined: JoinedRuns) -> Iterator[Finding]:
     """Find printed values that differ from those of one process by more than rounding."""
-    replay = view.runs.replay
-    if view.size < 2 or replay is None or view.runs.replay_peers:
+    replay = joined.runs.replay
+    if joined.size < 2 or replay is None or joined.runs.replay_peers:
         return
     found: list[Finding] = []
-    losses = _losses(view)
-    for pairs in _pairs(view, replay):
+    losses = _losses(joined)
+    for pairs in _pairs(joined, replay):
         for number in range(len(pairs[0].ours)):
             label = _label(pairs[0].output.text, number)
             wrong = _different(pairs, number) if label else None
@@ -315,7 +332,7 @@ def differ(view: View) -> Iterator[Finding]:
             outputs = [x.output for x in pairs]
             if losses and _match(losses, outputs, number, of_all=True):
                 continue  # as it should be; one process may train other parts of the batches
-            one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
+            one = _finding(joined, wrong, label, (wrong.ours[number], wrong.theirs[number]))
             # Another rule asks about the losses of one rank.
             is_own = losses and _match(losses, outputs, number, of_all=False)
             if not (one.is_question and is_own):
@@ -324,18 +341,18 @@ def differ(view: View) -> Iterator[Finding]:
     yield from found[:1]
 
 
-def of_one_rank(view: View) -> Iterator[Finding]:
+def of_one_rank(joined: JoinedRuns) -> Iterator[Finding]:
     """Find values of a divided evaluation that are printed before any exchange."""
-    facts = view.ranks[0]
-    if view.size < 2 or own_metrics(view):  # Lightning's are known by name
+    facts = joined.ranks[0]
+    if joined.size < 2 or own_metrics(joined):  # Lightning's are known by name
         return
     evaluations = [one for one in facts.outputs if one.phase is Phase.EVALUATION]
     for one in evaluations:
-        is_own = not RANK.search(one.text) and not is_printed_by(view.ranks[1:], one)
+        is_own = not RANK.search(one.text) and not is_printed_by(joined.ranks[1:], one)
         if not (is_own and NUMBER.search(one.text) and EVALUATED.search(one.text)):
             continue
         parts = [_evaluated(facts, one.step, one.batches)]
-        parts += [_evaluated(each, one.step) for each in view.ranks[1:]]
+        parts += [_evaluated(each, one.step) for each in joined.ranks[1:]]
         is_combined = any(
             is_reduction(each) and each.phase is Phase.EVALUATION and each.step == one.step
             for each in facts.collectives[: one.collectives]
@@ -345,20 +362,20 @@ def of_one_rank(view: View) -> Iterator[Finding]:
         text = one.text.strip()[:80]
         yield Finding(
             MISTAKES["metric-of-one-rank"],
-            [one.line, *_loops(view, one)],
+            [one.line, *_loops(joined, one)],
             f"Rank 0 prints {text!r} after it has evaluated {len(parts[0])} of "
             f"{len(set().union(*parts))} samples, its own part, and no collective combines the "
-            f"values of {view.size} ranks before.",
+            f"values of {joined.size} ranks before.",
             ranks=[0],
             values={"samples": len(parts[0]), "text": text},
         )
 
 
-def _loops(view: View, output: OutputFacts) -> list[str]:
+def _loops(joined: JoinedRuns, output: OutputFacts) -> list[str]:
     """Return the lines of the evaluations that come before an output."""
     return [
         line
-        for stream in view.evaluation
+        for stream in joined.evaluation
         if any(
             made.facts.first_step == output.step for x in stream.passes for made in x.ranks.values()
         )
@@ -366,15 +383,15 @@ def _loops(view: View, output: OutputFacts) -> list[str]:
     ]
 
 
-def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
+def _pairs(joined: JoinedRuns, replay: RankFacts) -> Iterator[list[_Pair]]:
     """Yield, for each line of code and its words, what both print with equal parameters.
 
     A line that the second replay does not print is left out: nothing tells what varies.
     """
-    other_run = view.runs.permuted or view.runs.again
+    other_run = joined.runs.permuted or joined.runs.again
     theirs = outputs_by_place(replay)
     again = outputs_by_place(other_run) if other_run is not None else {}
-    for place, outputs in outputs_by_place(view.ranks[0]).items():
+    for place, outputs in outputs_by_place(joined.ranks[0]).items():
         pairs = []
         begin = 0
         for at, one in enumerate(outputs):
@@ -382,11 +399,14 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
                 continue
             begin, since = one.collectives, begin
             other = next(iter(theirs.get(place, [])[at : at + 1]), None)
-            if other is None or other.step != one.step or is_printed_by(view.ranks[1:], one):
+            if other is None or other.step != one.step or is_printed_by(joined.ranks[1:], one):
                 break
             if replay.parts > 1 and one.phase is not Phase.EVALUATION:
                 continue  # printed for parts of the batches
-            samples, apart = _same_samples(view, replay, one.step), _apart(view, replay, one.step)
+            samples, apart = (
+                _same_samples(joined, replay, one.step),
+                _apart(joined, replay, one.step),
+            )
             if samples is None or apart > SAME_MODEL:
                 continue
             twin = next(iter(again.get(place, [])[at : at + 1]), None)
@@ -397,9 +417,9 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
             yield pairs
 
 
-def _apart(view: View, replay: RankFacts, count: int) -> float:
+def _apart(joined: JoinedRuns, replay: RankFacts, count: int) -> float:
     """Return the largest relative difference of parameters and buffers after some steps."""
-    before = [one.steps[:count] for one in (*view.ranks, replay)]
+    before = [one.steps[:count] for one in (*joined.ranks, replay)]
     if not all(len(one) == count for one in before):
         return math.inf
     last = [one[-1] for one in before]
@@ -408,11 +428,11 @@ def _apart(view: View, replay: RankFacts, count: int) -> float:
     found = 0.0
     for key in {one.optimizer for one in before[0]}:
         steps = [next(x for x in reversed(one) if x.optimizer == key) for one in before]
-        ours = JointStep(key, steps[0].index, view.ranks, steps[:-1]).values(0)
+        ours = JointStep(key, steps[0].index, joined.ranks, steps[:-1]).values(0)
         other = JointStep(key, steps[0].index, [replay], steps[-1:]).values(0)
         found = max(found, _largest(ours, other))
-    buffers = vectors(view.ranks[0], last[0].buffers), vectors(replay, last[-1].buffers)
-    return max(found, _largest(*buffers), _averages_apart(view.ranks[0], replay, count))
+    buffers = vectors(joined.ranks[0], last[0].buffers), vectors(replay, last[-1].buffers)
+    return max(found, _largest(*buffers), _averages_apart(joined.ranks[0], replay, count))
 
 
 def _averages_apart(ours: RankFacts, theirs: RankFacts, count: int) -> float:
@@ -435,9 +455,9 @@ def _largest(one: Vectors, two: Vectors) -> float:
     return max((distance(one[name], two[name]) for name in one), default=0.0)
 
 
-def _same_samples(view: View, replay: RankFacts, step: int) -> int | None:
+def _same_samples(joined: JoinedRuns, replay: RankFacts, step: int) -> int | None:
     """Return how many samples both evaluate after a step; None if they are others."""
-    ours = set().union(*(_evaluated(one, step) for one in view.ranks))
+    ours = set().union(*(_evaluated(one, step) for one in joined.ranks))
     theirs = _evaluated(replay, step)
     return len(ours) if ours == theirs else None
 
@@ -480,7 +500,7 @@ def _is_off(one: _Pair, number: int, every: Sequence[_Pair]) -> bool:
             return False
         noise = max(noise, abs(value - again) - step)
     limit = 2 * digit + NOISE_FACTOR * noise + _flip(every, number)
-    limit += max(FLOOR, AMPLIFIED * one.apart) * abs(theirs)
+    limit += max(PRINTED_ROUNDING, AMPLIFIED * one.apart) * abs(theirs)
     return abs(ours - theirs) > limit
 
 
@@ -490,7 +510,7 @@ def _flip(pairs: Sequence[_Pair], number: int) -> float:
         shares = [float(one.theirs[number]) / scale * one.samples for one in pairs]
         digit = max(last_digit(one.theirs[number]) for one in pairs) / scale
         samples = max(one.samples for one in pairs)
-        near = SHARE + digit * samples
+        near = MAX_SHARE_ERROR + digit * samples
         is_share = all(0 <= x <= samples and abs(x - round(x)) <= near for x in shares)
         if samples and digit * samples < 0.2 and is_share:
             return FLIPPED * scale / samples
@@ -516,10 +536,10 @@ def _counts_batches(size: int, ours: str, theirs: str) -> bool:
     """
     large, small = sorted((abs(float(ours)), abs(float(theirs))), reverse=True)
     digit = last_digit(ours) + size * last_digit(theirs)
-    return abs(large - size * small) <= FLOOR * large + digit * size
+    return abs(large - size * small) <= PRINTED_ROUNDING * large + digit * size
 
 
-def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
+def _finding(joined: JoinedRuns, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
     """Return the finding of two values.
 
     A value of the training may be meant to be that of one rank, unless the script combines values
@@ -529,15 +549,15 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
     is_evaluated = is_evaluated and not TRAINED.search(label)
     # Values of the training are of parts of the batches, or differ from one process as is meant.
-    is_other_training = view.replay.in_parts or bool(view.comparison.meant)
+    is_other_training = joined.replay.in_parts or bool(joined.comparison.meant)
     if is_other_training:
         is_evaluated = is_evaluated and bool(EVALUATED.search(label))
-    steps = view.ranks[0].steps
-    others = {"", *view.gradient_lines(), *(x.line for step in steps for x in step.clips)}
+    steps = joined.ranks[0].steps
+    others = {"", *joined.gradient_lines(), *(x.line for step in steps for x in step.clips)}
     others |= {step.line for step in steps} | {x.line for one in steps for x in one.backwards}
     reductions = [
         each.line
-        for each in view.ranks[0].collectives[one.since : one.output.collectives]
+        for each in joined.ranks[0].collectives[one.since : one.output.collectives]
         if each.phase is one.output.phase
         and is_reduction(each)
         and each.line not in others
@@ -546,14 +566,14 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     of = f" of {one.samples} samples" if is_evaluated else ""
     return Finding(
         MISTAKES["metric-differs"],
-        [*reductions[::-1], one.output.line, *_loops(view, one.output)],
-        f"After {one.output.step} steps, {view.size} ranks print {ours} in "
+        [*reductions[::-1], one.output.line, *_loops(joined, one.output)],
+        f"After {one.output.step} steps, {joined.size} ranks print {ours} in "
         f"{one.output.text.strip()[:80]!r}. One process with the same parameters prints {theirs}"
         f"{of}.",
         step=one.output.step,
         values={"printed": float(ours), "of_one_process": float(theirs)},
         nature=None
         if is_evaluated
-        or (reductions and not is_other_training and not _counts_batches(view.size, ours, theirs))
+        or (reductions and not is_other_training and not _counts_batches(joined.size, ours, theirs))
         else Nature.QUESTION,
     )

@@ -6,12 +6,12 @@ from itertools import combinations
 
 from ....observe.facts.events import DrawFacts
 from ....observe.facts.samples import Phase
-from ..mistakes import MISTAKES, Finding, Nature
+from ..joined_runs import JoinedRuns, ranks_text
+from ..mistakes import Finding, Mistake, Nature, by_id, ids
 from ..passes import Stream
-from ..view import View, ranks_text
 
-LEAST = 2  # draws that must be equal
-MOSTLY = 0.9  # of the compared draws
+MIN_EQUAL_DRAWS = 2  # draws that must be equal
+MOST_OF_DRAWS = 0.9  # of the compared draws
 LEAST_SHARE = 0.25  # of the samples of two ranks: labels in another order agree by chance
 LEAST_PAIRS = 8  # samples that were read again, by the same rank and by another one
 KINDS = {"torch": "torch", "cuda": "torch (CUDA)", "numpy": "numpy", "python": "random"}
@@ -23,19 +23,38 @@ DOINGS = {
 
 Key = tuple[object, ...]
 
+MISTAKES = by_id(
+    Mistake(
+        "same-random-numbers",
+        "Random numbers are the same where they have to differ",
+        "states of the random number generators of ranks, workers and epochs",
+        "add the rank (and the worker's number) to the seed after the model is made",
+    ),
+    Mistake(
+        "different-random-numbers",
+        "Random numbers differ between ranks where they have to agree",
+        "samples that one rank trains and another validates or reads otherwise; buffers",
+        "use a generator with the same seed on all ranks, such as torch.Generator().manual_seed(0)",
+        explains=ids(
+            "samples-repeated samples-never-trained validation-misses-samples "
+            "validation-repeats-samples gradients-differ state-differs"
+        ),
+    ),
+)
 
-def same_on_ranks(view: View) -> Iterator[Finding]:
+
+def same_on_ranks(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks whose generators are in the same state when they draw for different samples."""
-    streams = {one.key: max(one.workers, 1) for one in view.ranks[0].loaders if one.is_iterable}
+    streams = {one.key: max(one.workers, 1) for one in joined.ranks[0].loaders if one.is_iterable}
     training = {
         (rank, loader.key, one.number)
-        for rank, facts in enumerate(view.ranks)
+        for rank, facts in enumerate(joined.ranks)
         for loader in facts.loaders
         for one in loader.passes
         if one.phase is Phase.TRAINING
     }
     for place in DOINGS:
-        for generator in _generators(view, place):
+        for generator in _generators(joined, place):
             by_rank = [
                 {
                     _key(one): one
@@ -45,20 +64,20 @@ def same_on_ranks(view: View) -> Iterator[Finding]:
                     # In its first batch, a stream may draw an order that all ranks share.
                     if place != "fetch" or one.number >= streams.get(one.loader, 0)
                 }
-                for rank, facts in enumerate(view.ranks)
+                for rank, facts in enumerate(joined.ranks)
             ]
             groups = [
                 pair
-                for pair in combinations(range(view.size), 2)
+                for pair in combinations(range(joined.size), 2)
                 if _are_equal(by_rank[pair[0]], by_rank[pair[1]])
             ]
             if groups:
-                yield _on_ranks(view, place, generator, by_rank[groups[0][0]], groups)
+                yield _on_ranks(joined, place, generator, by_rank[groups[0][0]], groups)
 
 
-def _generators(view: View, place: str) -> list[str]:
+def _generators(joined: JoinedRuns, place: str) -> list[str]:
     """Return the generators that are used at a place, the global ones first."""
-    used = {one.generator for one in view.ranks[0].draws if one.place == place and one.has_drawn}
+    used = {one.generator for one in joined.ranks[0].draws if one.place == place and one.has_drawn}
     return sorted(used, key=lambda name: (name not in KINDS, name))
 
 
@@ -68,9 +87,9 @@ def _called(generator: str) -> str:
     return f"{variable} ({KINDS.get(kind, kind)})" if variable else KINDS.get(kind, kind)
 
 
-def same_in_workers(view: View) -> Iterator[Finding]:
+def same_in_workers(joined: JoinedRuns) -> Iterator[Finding]:
     """Find workers of a loader, or epochs, whose samples are drawn with the same numbers."""
-    for rank, facts in enumerate(view.ranks):
+    for rank, facts in enumerate(joined.ranks):
         draws: dict[tuple[int, str], list[DrawFacts]] = defaultdict(list)
         for one in facts.draws:
             if one.place == "fetch" and one.has_drawn:
@@ -94,9 +113,9 @@ def same_in_workers(view: View) -> Iterator[Finding]:
                 )
 
 
-def different_split(view: View) -> Iterator[Finding]:
+def different_split(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks that split a dataset differently: one trains what another one validates."""
-    pairs = [(one, other) for one in view.training for other in view.evaluation]
+    pairs = [(one, other) for one in joined.training for other in joined.evaluation]
     for stream, other in pairs:
         if not (stream.has_root and other.has_root) or other.first.loader.root_checksum != (
             stream.first.loader.root_checksum
@@ -108,7 +127,7 @@ def different_split(view: View) -> Iterator[Finding]:
             own = any(trained[one] & tested.get(one, set()) for one in (a, b))
             mixed = (trained[a] & tested.get(b, set())) | (trained[b] & tested.get(a, set()))
             if mixed and not own:
-                lines = [stream.first.loader.split_line, *view.seed_lines_of_ranks()[:1]]
+                lines = [stream.first.loader.split_line, *joined.seed_lines_of_ranks()[:1]]
                 yield Finding(
                     MISTAKES["different-random-numbers"],
                     [*lines, *stream.lines, *other.lines],
@@ -128,11 +147,11 @@ def _key(one: DrawFacts) -> Key:
 def _are_equal(one: dict[Key, DrawFacts], two: dict[Key, DrawFacts]) -> bool:
     both = one.keys() & two.keys()
     equal = sum(one[key].state == two[key].state for key in both)
-    return equal >= LEAST and equal >= MOSTLY * len(both)
+    return equal >= MIN_EQUAL_DRAWS and equal >= MOST_OF_DRAWS * len(both)
 
 
 def _on_ranks(
-    view: View,
+    joined: JoinedRuns,
     place: str,
     generator: str,
     draws: dict[Key, DrawFacts],
@@ -143,21 +162,21 @@ def _on_ranks(
     found = list(draws.values())
     loaders = [
         loader.line
-        for loader in view.ranks[0].loaders
+        for loader in joined.ranks[0].loaders
         if place == "fetch" and loader.key == found[0].loader
     ]
     text = (
-        f"{ranks_text(ranks, view.size)} draw the same random numbers of {_called(generator)} in "
+        f"{ranks_text(ranks, joined.size)} draw the same random numbers of {_called(generator)} in "
         f"{DOINGS[place]}, for different samples"
     )
     text += ", in workers with the same number." if workers else "."
     # Ranks may share numbers of a generator of their own on purpose, but not for samples.
-    loader = next((x for x in view.ranks[0].loaders if x.key == found[0].loader), None)
+    loader = next((x for x in joined.ranks[0].loaders if x.key == found[0].loader), None)
     is_stream = loader is not None and loader.is_iterable
     is_shared = ":" in generator and (place != "fetch" or is_stream)
     return Finding(
         MISTAKES["same-random-numbers"],
-        [*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders],
+        [*joined.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders],
         text,
         ranks=ranks,
         values={"draws": len(found)},
@@ -180,30 +199,33 @@ def _of_equal_draws(draws: Sequence[DrawFacts]) -> str:
         if one.worker is not None:
             nth = sum(key[0] == one.pass_number for key in by_worker[one.worker])
             by_worker[one.worker][one.pass_number, nth] = one.state
-    for what, states, first, least in (("workers", by_worker, 0, 1), ("epochs", by_pass, 1, LEAST)):
+    for what, states, first, least in (
+        ("workers", by_worker, 0, 1),
+        ("epochs", by_pass, 1, MIN_EQUAL_DRAWS),
+    ):
         for a, b in combinations(sorted(states), 2):
             both = states[a].keys() & states[b].keys()
             equal = sum(states[a][key] == states[b][key] for key in both)
-            if equal >= least and equal >= MOSTLY * len(both):
+            if equal >= least and equal >= MOST_OF_DRAWS * len(both):
                 return f"{what} {a + first} and {b + first} load samples"
     return ""
 
 
-def different_data(view: View) -> Iterator[Finding]:
+def different_data(joined: JoinedRuns) -> Iterator[Finding]:
     """Find samples that a rank always reads alike, and other ranks always read differently.
 
     Augmentation differs from epoch to epoch, too, so it is none of these. Nor are datasets that
     each rank reads alone.
     """
-    for stream in view.training:
-        if len(stream.loaders) < view.size or not _is_divided(stream) or _draws(view, stream):
+    for stream in joined.training:
+        if len(stream.loaders) < joined.size or not _is_divided(stream) or _draws(joined, stream):
             continue
         columns, common, (pairs, compared) = _different_columns(stream)
         if not columns:
             continue
         count = len(stream.first.batches[0].contents)
         where = "" if len(columns) == count else f" in {_numbers(columns)} of {count} tensors"
-        seeds = view.seed_lines_of_ranks()
+        seeds = joined.seed_lines_of_ranks()
         # Nothing is common, and the script seeds each rank differently: data of each rank.
         is_own = bool(seeds) and not common
         yield Finding(
@@ -230,12 +252,12 @@ def _is_divided(stream: Stream) -> bool:
     )
 
 
-def _draws(view: View, stream: Stream) -> bool:
+def _draws(joined: JoinedRuns, stream: Stream) -> bool:
     """Return whether samples are read with random numbers: a cache may keep what they were."""
     return any(
         one.has_drawn and one.place == "fetch" and one.loader == stream.loaders[rank].key
         for rank in stream.loaders
-        for one in view.ranks[rank].draws
+        for one in joined.ranks[rank].draws
     )
 
 

@@ -7,17 +7,17 @@ from ....observe.facts.ranks import RankFacts
 from ....observe.facts.samples import Phase
 from ....observe.facts.steps import StepFacts
 from ..comparison import STATISTICS
-from ..mistakes import MISTAKES, Finding, Nature
-from ..relations import SAME, apart, distance, vectors
+from ..joined_runs import JoinedRuns, listed, ranks_text
+from ..mistakes import Finding, Mistake, Nature, by_id, ids
+from ..relations import EQUAL_WITHIN, apart, distance, vectors
 from ..steps import JointStep, misaligned, numel, parameters, shown
-from ..view import View, listed, ranks_text
 
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
-BYTES = 4  # of a value
+BYTES_PER_VALUE = 4  # of a value
 NEAR_PARAMETERS = 0.8  # median relative difference of averages from the parameters
 EVALUATED = "statistics"  # of a model that is evaluated and not trained
 BUFFER = "buffer"
-OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
+KINDS_OF_SCRIPT = ("tensor", BUFFER)  # of the script, which may mean them to differ
 KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
@@ -27,27 +27,58 @@ KINDS = {
     EVALUATED: "evaluated model",
 }
 
+MISTAKES = by_id(
+    Mistake(
+        "replicas-start-different",
+        "Ranks start with different parameters",
+        "parameters of the ranks at the first forward",
+        "set the same seed on all ranks before the model is made, or broadcast rank 0's "
+        "parameters (DistributedDataParallel does so)",
+        explains=ids("replicas-diverge gradients-differ state-differs batch-norm-differs"),
+    ),
+    Mistake(
+        "replicas-diverge",
+        "Parameters of the ranks become different",
+        "parameters of the ranks before and after each step, and the steps that each makes",
+        "let each parameter be changed in the same way on all ranks",
+        explains=ids("state-differs gradients-differ"),
+    ),
+    Mistake(
+        "batch-norm-differs",
+        "Statistics of batch normalization differ between the ranks",
+        "running statistics of the ranks",
+        "use SyncBatchNorm, or keep broadcast_buffers=True",
+        explains=("batch-norm-of-one-rank",),
+    ),
+    Mistake(
+        "state-differs",
+        "A state differs between the ranks",
+        "buffers, scalers, schedules and averages of the ranks; buffers also of one process",
+        "update it by values that are equal on all ranks",
+    ),
+)
 
-def start_different(view: View) -> Iterator[Finding]:
+
+def start_different(joined: JoinedRuns) -> Iterator[Finding]:
     """Find parameters with different values on the ranks at the first forward."""
-    for model in view.ranks[0].models:
-        others = [_same_model(facts, model) for facts in view.ranks[1:]]
+    for model in joined.ranks[0].models:
+        others = [_same_model(facts, model) for facts in joined.ranks[1:]]
         if model.is_sharded or not model.first or any(one is None for one in others):
             continue
         models = [model, *(one for one in others if one is not None)]
-        different = apart(view.ranks, [one.first for one in models])
+        different = apart(joined.ranks, [one.first for one in models])
         names = [name for name in different if name not in model.ignored]
         if not names:
             continue
         ranks = sorted({rank for name in names for rank in different[name]})
         few = len(names) < len(model.first)
         what = listed(names) if few else f"all {len(names)} parameters"
-        was_equal = _were_equal(view, models, names)
+        was_equal = _were_equal(joined, models, names)
         yield Finding(
             MISTAKES["replicas-start-different"],
-            [*_restored_lines(view), *_made_lines(view, model, was_equal)],
+            [*_restored_lines(joined), *_made_lines(joined, model, was_equal)],
             f"At the first forward, {what} of {model.class_name} differ between rank 0 and "
-            f"{ranks_text(ranks, view.size).lower()}"
+            f"{ranks_text(ranks, joined.size).lower()}"
             + (
                 f"; {len(model.first) - len(names)} other parameters are equal."
                 if few
@@ -61,48 +92,48 @@ def start_different(view: View) -> Iterator[Finding]:
         )
 
 
-def _were_equal(view: View, models: Sequence[ModelFacts], names: Sequence[str]) -> bool:
+def _were_equal(joined: JoinedRuns, models: Sequence[ModelFacts], names: Sequence[str]) -> bool:
     """Return whether parameters were equal on all ranks before the model was wrapped."""
     before = [one.initial for one in models]
     are_known = all(name in one for one in before for name in names)
     is_wrapped = bool(models[0].wrapper)
-    return is_wrapped and are_known and not set(apart(view.ranks, before)) & set(names)
+    return is_wrapped and are_known and not set(apart(joined.ranks, before)) & set(names)
 
 
-def _made_lines(view: View, model: ModelFacts, was_equal: bool) -> list[str]:
+def _made_lines(joined: JoinedRuns, model: ModelFacts, was_equal: bool) -> list[str]:
     """Return a line that gave ranks different seeds, and lines that made the model.
 
     was_equal: Whether it was equal on all ranks when it was made.
     """
     if was_equal:
         return [model.line]
-    made = view.ranks[0].draws
+    made = joined.ranks[0].draws
     drawn = [one.line for one in made if one.place == "construction" and one.line]
-    seeds = view.seed_lines("torch", are_equal=False)[:1]
+    seeds = joined.seed_lines("torch", are_equal=False)[:1]
     return [*seeds, *drawn[:1], model.line, *drawn[1:]]
 
 
-def _restored_lines(view: View) -> list[str]:
+def _restored_lines(joined: JoinedRuns) -> list[str]:
     """Return lines that restored a model before the training on some ranks only."""
     by_rank = [
         {one.line for one in facts.restores if one.what == "model" and one.step == 0}
-        for facts in view.ranks
+        for facts in joined.ranks
     ]
     everywhere = set.intersection(*by_rank)
     return sorted(set.union(*by_rank) - everywhere)
 
 
-def skipped_steps(view: View) -> Iterator[Finding]:
+def skipped_steps(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks that leave out an optimizer's step that others make."""
-    for optimizer, index in misaligned(view.ranks).items():
+    for optimizer, index in misaligned(joined.ranks).items():
         steps = [
             next((s for s in f.steps if (s.optimizer, s.index) == (optimizer, index)), None)
-            for f in view.ranks
+            for f in joined.ranks
         ]
         counts = [len(one.backwards) if one is not None else 0 for one in steps]
         least = min(count for count in counts if count)
         ranks = [rank for rank, count in enumerate(counts) if count > least]
-        done = [len([s for s in f.steps if s.optimizer == optimizer]) for f in view.ranks]
+        done = [len([s for s in f.steps if s.optimizer == optimizer]) for f in joined.ranks]
         # With as many steps on all ranks, a step may only have other numbers of batches. A gradient
         # that was computed and cleared, though, is one of a step that was left out.
         cleared = [one is not None and _clears(one) for one in steps]
@@ -113,9 +144,9 @@ def skipped_steps(view: View) -> Iterator[Finding]:
         yield Finding(
             MISTAKES["replicas-diverge"],
             [line, *(b.line for one in steps if one for b in one.backwards[-1:])],
-            f"{ranks_text(ranks, view.size)} ran {max(counts)} backwards before step {index + 1}, "
-            f"and the other ranks {least}: a step was left out there, and the parameters differ "
-            "from then on.",
+            f"{ranks_text(ranks, joined.size)} ran {max(counts)} backwards before step "
+            f"{index + 1}, and the other ranks {least}: a step was left out there, and the "
+            "parameters differ from then on.",
             ranks=ranks,
             step=index + 1,
             values={f"steps_{rank}": count for rank, count in enumerate(done)},
@@ -130,32 +161,32 @@ def _clears(step: StepFacts) -> bool:
     return any(known) and not all(known)
 
 
-def diverge(view: View) -> Iterator[Finding]:
+def diverge(joined: JoinedRuns) -> Iterator[Finding]:
     """Find parameters that become different in a step, or between two steps."""
-    if view.averages_parameters:
+    if joined.averages_parameters:
         return
-    for step in view.steps:
-        own = {n for n in step.steps[0].parameters if n in step.sharded or view.is_flat(n)}
+    for step in joined.steps:
+        own = {n for n in step.steps[0].parameters if n in step.sharded or joined.is_flat(n)}
         for is_before in (True, False):
             if is_before and not step.index:
                 continue
             rows = [one.before if is_before else one.parameters for one in step.steps]
             rows = [{n: row for n, row in one.items() if n not in own} for one in rows]
-            found = apart(view.ranks, rows)
+            found = apart(joined.ranks, rows)
             if not is_before:
                 found = {name: x for name, x in found.items() if _exceeds_rounding(step, name)}
             if found:
-                yield _apart(view, step, found, len(rows[0]), is_before)
+                yield _apart(joined, step, found, len(rows[0]), is_before)
 
 
 def _apart(
-    view: View, step: JointStep, found: Mapping[str, list[int]], of: int, is_before: bool
+    joined: JoinedRuns, step: JointStep, found: Mapping[str, list[int]], of: int, is_before: bool
 ) -> Finding:
     """Return the finding of parameters that differ before a step, or after it."""
     ranks = sorted({rank for each in found.values() for rank in each})
     names = [shown(one) for one in found]
     changed = [line for one in step.steps for line in one.value_lines] if is_before else []
-    text = f"differ between rank 0 and {ranks_text(ranks, view.size).lower()}"
+    text = f"differ between rank 0 and {ranks_text(ranks, joined.size).lower()}"
     if is_before:
         text = (
             f"Before step {step.index + 1}, {listed(names)} {text}, and after step {step.index} "
@@ -194,9 +225,9 @@ def _exceeds_rounding(step: JointStep, name: str) -> bool:
     difference = max(distance(after[0], other) for other in after[1:])
     before = step.steps[0].before.get(name)
     if before is None:
-        return difference > SAME
+        return difference > EQUAL_WITHIN
     update = distance(after[0], vectors(step.ranks[0], {name: before})[name])
-    return difference > max(OF_UPDATE * update, SAME)
+    return difference > max(OF_UPDATE * update, EQUAL_WITHIN)
 
 
 def _gradients_too(step: JointStep, names: Sequence[str]) -> str:
@@ -209,24 +240,24 @@ def _gradients_too(step: JointStep, names: Sequence[str]) -> str:
     return " Their gradients are equal: the optimizers, or what changes the parameters, differ."
 
 
-def buffers_differ(view: View) -> Iterator[Finding]:
+def buffers_differ(joined: JoinedRuns) -> Iterator[Finding]:
     """Find buffers, such as running statistics, that differ and that nothing makes equal."""
     broadcast = {
-        model.key for model in view.ranks[0].models if model.wrapper and model.broadcasts_buffers
+        model.key for model in joined.ranks[0].models if model.wrapper and model.broadcasts_buffers
     }
-    for step in view.steps[1:]:
+    for step in joined.steps[1:]:
         names = []
         for name in apart(step.ranks, [one.buffers for one in step.steps]):
             key = name.partition("/")[0]
             if not (int(key) in broadcast if key.isdigit() else broadcast):
                 names.append(name)
         if names:
-            yield _of_buffers(view, step, names)
+            yield _of_buffers(joined, step, names)
 
 
-def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
+def _of_buffers(joined: JoinedRuns, step: JointStep, names: list[str]) -> Finding:
     norms = [name for name in names if name.endswith(STATISTICS)]
-    model = view.ranks[0].models[0] if view.ranks[0].models else None
+    model = joined.ranks[0].models[0] if joined.ranks[0].models else None
     layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
     text = (
         f"The buffers {listed([shown(one) for one in names])} differ between the ranks after step "
@@ -240,20 +271,20 @@ def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
         )
     return Finding(
         MISTAKES["batch-norm-differs" if norms else "state-differs"],
-        [*_made(view), model.line if model is not None else "", *step.lines],
+        [*_made(joined), model.line if model is not None else "", *step.lines],
         text,
         step=step.index + 1,
         layer=layers[0] if norms else shown(names[0]),
         values={"buffers": len(names)},
-        nature=None if norms and not _averages_statistics(view, norms) else Nature.QUESTION,
+        nature=None if norms and not _averages_statistics(joined, norms) else Nature.QUESTION,
     )
 
 
-def _on_all_ranks(view: View) -> dict[tuple[str, str, str, int], list[StateFacts]]:
+def _on_all_ranks(joined: JoinedRuns) -> dict[tuple[str, str, str, int], list[StateFacts]]:
     """Return the states that all ranks have, by kind, name, line and step."""
     by_rank = [
         {(one.kind, one.name, one.line, one.step): one for one in facts.states}
-        for facts in view.ranks
+        for facts in joined.ranks
     ]
     return {
         key: [one[key] for one in by_rank]
@@ -262,30 +293,30 @@ def _on_all_ranks(view: View) -> dict[tuple[str, str, str, int], list[StateFacts
     }
 
 
-def _made(view: View) -> list[str]:
+def _made(joined: JoinedRuns) -> list[str]:
     """Return where a model without a wrapper was made, if it is known."""
-    if any(model.wrapper for model in view.ranks[0].models):
+    if any(model.wrapper for model in joined.ranks[0].models):
         return []
-    return [one.line for one in view.ranks[0].draws if one.place == "construction"][:1]
+    return [one.line for one in joined.ranks[0].draws if one.place == "construction"][:1]
 
 
-def differ(view: View) -> Iterator[Finding]:
+def differ(joined: JoinedRuns) -> Iterator[Finding]:
     """Find scalers, schedules, averages and statistics whose values differ between the ranks."""
-    differs = view.difference or view.comparison.doubtful
-    told: set[str] = {"tensor"} if differs is None else set()
-    for states in _on_all_ranks(view).values():
+    differs = joined.difference or joined.comparison.doubtful
+    named: set[str] = {"tensor"} if differs is None else set()
+    for states in _on_all_ranks(joined).values():
         ours = states[0]
         for rank, theirs in enumerate(states[1:], 1):
-            if ours.kind in told:
+            if ours.kind in named:
                 continue
-            what = _difference(view, ours, theirs, rank)
-            if not what or (ours.kind == AVERAGE and not _is_average(view, ours)):
+            what = _difference(joined, ours, theirs, rank)
+            if not what or (ours.kind == AVERAGE and not _is_average(joined, ours)):
                 continue
-            told.add(ours.kind)
-            is_asked = ours.kind in OWN and (ours.kind != BUFFER or differs is None)
+            named.add(ours.kind)
+            is_asked = ours.kind in KINDS_OF_SCRIPT and (ours.kind != BUFFER or differs is None)
             yield Finding(
                 MISTAKES["batch-norm-differs" if ours.kind == EVALUATED else "state-differs"],
-                [*_changes(view, ours), ours.line],
+                [*_changes(joined, ours), ours.line],
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}."
                 + " Does the loss depend on it? Then it must agree." * is_asked
@@ -298,48 +329,50 @@ def differ(view: View) -> Iterator[Finding]:
             )
 
 
-def _is_average(view: View, ours: StateFacts) -> bool:
+def _is_average(joined: JoinedRuns, ours: StateFacts) -> bool:
     """Return whether tensors with the names of parameters are near these: gradients are not."""
-    steps = view.ranks[0].steps[: ours.step]
+    steps = joined.ranks[0].steps[: ours.step]
     rows = steps[-1].parameters if steps else {}
     names = [name for name in ours.rows if name in rows]
     if not names:
         return True
-    one, two = vectors(view.ranks[0], ours.rows), vectors(view.ranks[0], rows)
+    one, two = vectors(joined.ranks[0], ours.rows), vectors(joined.ranks[0], rows)
     return sorted(distance(one[n], two[n]) for n in names)[len(names) // 2] < NEAR_PARAMETERS
 
 
-def _changes(view: View, ours: StateFacts) -> list[str]:
+def _changes(joined: JoinedRuns, ours: StateFacts) -> list[str]:
     """Return the lines that change a state, if it was equal on all ranks before."""
     same = [
         [one for one in facts.states if (one.kind, one.name) == (ours.kind, ours.name)]
-        for facts in view.ranks
+        for facts in joined.ranks
     ]
     if ours.kind == "scaler" and ours is same[0][0]:
         return []  # made with other values
     return [line for each in same for one in each for line in one.changed_by]
 
 
-def _difference(view: View, ours: StateFacts, theirs: StateFacts, rank: int) -> str:
+def _difference(joined: JoinedRuns, ours: StateFacts, theirs: StateFacts, rank: int) -> str:
     for name, value in ours.values.items():
         other = theirs.values.get(name)
-        if other is not None and abs(other - value) > SAME * max(abs(value), abs(other)):
+        if other is not None and abs(other - value) > EQUAL_WITHIN * max(abs(value), abs(other)):
             return f"{name} is {value:.6g} and {other:.6g}"
-    sharded = {str(one.key) for one in view.ranks[0].models if one.is_sharded}
+    sharded = {str(one.key) for one in joined.ranks[0].models if one.is_sharded}
     rows = {name: at for name, at in ours.rows.items() if name.partition("/")[0] not in sharded}
-    found = next(iter(apart([view.ranks[0], view.ranks[rank]], [rows, theirs.rows])), "")
+    found = next(iter(apart([joined.ranks[0], joined.ranks[rank]], [rows, theirs.rows])), "")
     return f"the values of {shown(found)} differ" if found else ""
 
 
-def _averages_statistics(view: View, names: Sequence[str]) -> bool:
+def _averages_statistics(joined: JoinedRuns, names: Sequence[str]) -> bool:
     """Return whether collectives outside of steps may make running statistics equal.
 
     Those of a few values combine metrics. DistributedDataParallel broadcasts after its first step.
     """
-    known, weights = parameters(view.ranks[0]), [f"{x.rpartition('.')[0]}.weight" for x in names]
-    least = min((BYTES * numel(known[one].shape) for one in weights if one in known), default=0)
+    known, weights = parameters(joined.ranks[0]), [f"{x.rpartition('.')[0]}.weight" for x in names]
+    least = min(
+        (BYTES_PER_VALUE * numel(known[one].shape) for one in weights if one in known), default=0
+    )
     return any(
         one.phase is Phase.EVALUATION or (one.kind.startswith("broadcast") and one.step > 1)
-        for one in view.ranks[0].collectives
+        for one in joined.ranks[0].collectives
         if not one.is_in_backward and one.kind != "barrier" and one.nbytes >= least
     )

@@ -7,19 +7,51 @@ from typing import Any
 from ....observe.facts.events import FileFacts
 from ....observe.facts.ranks import RankFacts
 from ....observe.facts.samples import BatchFacts, Phase
-from ..mistakes import MISTAKES, Finding, Nature
+from ..joined_runs import JoinedRuns, listed
+from ..mistakes import Finding, Mistake, Nature, by_id
 from ..passes import Sample, streams
-from ..relations import SAME, apart, distance, vectors
+from ..relations import EQUAL_WITHIN, apart, distance, vectors
 from ..steps import shown, trained
-from ..view import View, listed
 
 FIRST_STEPS = 3  # of the resumed run, whose learning rates are compared
 
+MISTAKES = by_id(
+    Mistake(
+        "checkpoint-incomplete",
+        "A checkpoint does not contain what a resumed run needs",
+        "states, rates and averages of the resumed run, and the states in the checkpoint",
+        "save model, optimizer, scheduler, averaged weights, epoch and position",
+        explains=("resume-differs",),
+        is_late=True,
+    ),
+    Mistake(
+        "checkpoint-written-by-all",
+        "Several ranks write the same checkpoint",
+        "the ranks that write a file",
+        "save on rank 0 only, or to a file of each rank",
+        is_late=True,
+    ),
+    Mistake(
+        "resume-differs",
+        "A resumed run goes on with other values than were saved",
+        "values, learning rates and optimizer states of the resumed run",
+        "load all states on all ranks before the first step",
+        is_late=True,
+    ),
+    Mistake(
+        "resume-repeats-samples",
+        "A resumed run repeats or skips samples",
+        "the samples of the resumed run",
+        "save the epoch and the position in it, and go on from there",
+        is_late=True,
+    ),
+)
 
-def written_by_all(view: View) -> Iterator[Finding]:
+
+def written_by_all(joined: JoinedRuns) -> Iterator[Finding]:
     """Find files that several ranks write at the same time."""
     writers: dict[tuple[str, int], dict[int, FileFacts]] = {}
-    for rank, facts in enumerate(view.ranks):
+    for rank, facts in enumerate(joined.ranks):
         for one in facts.files:
             if one.is_save and not one.is_distributed:
                 writers.setdefault((one.path, one.step), {})[rank] = one
@@ -38,9 +70,9 @@ def written_by_all(view: View) -> Iterator[Finding]:
         )
 
 
-def load_of(view: View, resumed: Sequence[RankFacts], saved: FileFacts) -> FileFacts | None:
+def load_of(joined: JoinedRuns, resumed: Sequence[RankFacts], saved: FileFacts) -> FileFacts | None:
     """Return where the resumed run loads a file before its first step, also if it was renamed."""
-    before = {one.path for facts in view.ranks for one in facts.files if not one.is_save}
+    before = {one.path for facts in joined.ranks for one in facts.files if not one.is_save}
     for facts in resumed:
         for one in facts.files:
             if one.is_save or one.step:
@@ -51,9 +83,9 @@ def load_of(view: View, resumed: Sequence[RankFacts], saved: FileFacts) -> FileF
     return None
 
 
-def resumed_fails(view: View) -> Iterator[Finding]:
+def resumed_fails(joined: JoinedRuns) -> Iterator[Finding]:
     """Find a script that fails when it is started again with the checkpoint that it has saved."""
-    failed = view.runs.resume_error
+    failed = joined.runs.resume_error
     if failed is None:
         return
     yield Finding(
@@ -70,13 +102,13 @@ class _Resumed:
     """A resumed run and the one without interruption.
 
     Attributes:
-        view: The runs.
+        joined: The runs.
         ranks: The resumed run.
         file: The checkpoint.
         line: The line that loads it.
     """
 
-    view: View
+    joined: JoinedRuns
     ranks: Sequence[RankFacts]
     file: FileFacts
     line: str
@@ -86,7 +118,7 @@ class _Resumed:
     ) -> Finding:
         """Return a finding about a state of a rank. what: Such as "optimizer"."""
         restored = [one.line for one in facts.restores if one.what == what and one.step == 0]
-        saved = [one for one in self.view.saving[0].files if one.is_save]
+        saved = [one for one in self.joined.saving[0].files if one.is_save]
         together = {each for one in saved if one.step == self.file.step for each in one.contains}
         places = [self.line, *restored, *lines]
         kind = "resume-differs"
@@ -98,16 +130,16 @@ class _Resumed:
         return Finding(MISTAKES[kind], places, text, ranks=of_rank, **more)
 
 
-def _resumed(view: View) -> _Resumed | None:
-    ranks = view.runs.resumed or []
-    file = loaded_file(view, ranks)
-    load = load_of(view, ranks, file) if file is not None else None
-    return _Resumed(view, ranks, file, load.line) if file is not None and load else None
+def _resumed(joined: JoinedRuns) -> _Resumed | None:
+    ranks = joined.runs.resumed or []
+    file = loaded_file(joined, ranks)
+    load = load_of(joined, ranks, file) if file is not None else None
+    return _Resumed(joined, ranks, file, load.line) if file is not None and load else None
 
 
-def resumed_differs(view: View) -> Iterator[Finding]:
+def resumed_differs(joined: JoinedRuns) -> Iterator[Finding]:
     """Find values of a resumed run that are not those that were saved."""
-    if (run := _resumed(view)) is not None:
+    if (run := _resumed(joined)) is not None:
         tests = (_other_values, _other_state, _other_rates, _other_average)
         found = [one for test in tests if (one := test(run)) is not None]
         yield from found[:1]
@@ -116,7 +148,7 @@ def resumed_differs(view: View) -> Iterator[Finding]:
 def _other_values(run: _Resumed) -> Finding | None:
     """Return a finding if parameters at the first forward are not those of the checkpoint."""
     for facts in run.ranks:
-        saving = next(one for one in run.view.saving if run.file in one.files)
+        saving = next(one for one in run.joined.saving if run.file in one.files)
         wrong = _different_values(saving, run.file, facts)
         if wrong:
             return run.finding(
@@ -133,7 +165,7 @@ def _other_values(run: _Resumed) -> Finding | None:
 
 def _other_state(run: _Resumed) -> Finding | None:
     """Return a finding if an optimizer begins with another state than without the interruption."""
-    for ours, facts in zip(run.view.unbroken, run.ranks, strict=False):
+    for ours, facts in zip(run.joined.unbroken, run.ranks, strict=False):
         for first in [one for one in facts.steps if not one.index]:
             later = ours.steps[run.file.step :]
             after = [one for one in later if one.optimizer == first.optimizer]
@@ -144,7 +176,7 @@ def _other_state(run: _Resumed) -> Finding | None:
                 for name in expected
             }
             name = max(off, key=lambda one: off[one], default="")
-            if not name or off[name] <= 10 * SAME:
+            if not name or off[name] <= 10 * EQUAL_WITHIN:
                 continue
             number, _, key = name.partition(" ")
             groups = [one.parameters for one in ours.optimizers if one.key == first.optimizer]
@@ -168,11 +200,11 @@ def _other_state(run: _Resumed) -> Finding | None:
 
 def _other_rates(run: _Resumed) -> Finding | None:
     """Return a finding if the first learning rates differ from those without interruption."""
-    facts, expected = run.ranks[0], run.view.unbroken[0].steps[run.file.step :]
+    facts, expected = run.ranks[0], run.joined.unbroken[0].steps[run.file.step :]
     pairs = zip(expected, facts.steps[:FIRST_STEPS], strict=False)
     for number, (one, first) in enumerate(pairs, 1):
         rates = zip(one.learning_rates, first.learning_rates, strict=False)
-        off = [(a, b) for a, b in rates if abs(a - b) > SAME * max(abs(a), abs(b))]
+        off = [(a, b) for a, b in rates if abs(a - b) > EQUAL_WITHIN * max(abs(a), abs(b))]
         if off:
             return run.finding(
                 facts,
@@ -189,7 +221,7 @@ def _other_rates(run: _Resumed) -> Finding | None:
 
 def _other_average(run: _Resumed) -> Finding | None:
     """Return a finding if averaged weights of the resumed run differ, and its parameters do not."""
-    for ours, facts in zip(run.view.unbroken, run.ranks, strict=False):
+    for ours, facts in zip(run.joined.unbroken, run.ranks, strict=False):
         expected = {(x.name, x.step): x for x in ours.states if x.kind == "average"}
         for state in facts.states:
             at = run.file.step + state.step
@@ -197,9 +229,9 @@ def _other_average(run: _Resumed) -> Finding | None:
             if known is None or not 0 < state.step <= len(facts.steps) or at > len(ours.steps):
                 continue
             rows = [ours.steps[at - 1].parameters, facts.steps[state.step - 1].parameters]
-            if not rows[0] or apart([ours, facts], rows, 10 * SAME):
+            if not rows[0] or apart([ours, facts], rows, 10 * EQUAL_WITHIN):
                 continue
-            if not apart([ours, facts], [known.rows, state.rows], 10 * SAME):
+            if not apart([ours, facts], [known.rows, state.rows], 10 * EQUAL_WITHIN):
                 continue
             return run.finding(
                 facts,
@@ -214,15 +246,15 @@ def _other_average(run: _Resumed) -> Finding | None:
     return None
 
 
-def resumed_samples(view: View) -> Iterator[Finding]:
+def resumed_samples(joined: JoinedRuns) -> Iterator[Finding]:
     """Find a resumed run that trains samples again, or skips some."""
-    if (run := _resumed(view)) is None or not view.unbroken_training:
+    if (run := _resumed(joined)) is None or not joined.unbroken_training:
         return
     for rank, facts in enumerate(run.ranks):
-        expected = _first_samples(view.unbroken[rank], run.file.step)
+        expected = _first_samples(joined.unbroken[rank], run.file.step)
         first = _first_samples(facts, 0)
-        is_known = bool(expected and first) and rank < len(view.unbroken_training[0].loaders)
-        places, wanted = _places(view, rank, first), _places(view, rank, expected)
+        is_known = bool(expected and first) and rank < len(joined.unbroken_training[0].loaders)
+        places, wanted = _places(joined, rank, first), _places(joined, rank, expected)
         if not is_known or expected == first or not wanted:
             continue
         epoch, number = wanted[0]
@@ -231,11 +263,11 @@ def resumed_samples(view: View) -> Iterator[Finding]:
             f"{run.file.path} is written. The resumed run begins with "
         )
         if places:
-            if set(places) & {*wanted, *_following(view, rank, run.file.step)}:
+            if set(places) & {*wanted, *_following(joined, rank, run.file.step)}:
                 continue
             again = "trained again" if places[0] < wanted[0] else "left out"
             text += f"batch {places[0][1] + 1} of epoch {places[0][0] + 1}: samples are {again}."
-        elif _is_elsewhere(view, rank, wanted[0], first):
+        elif _is_elsewhere(joined, rank, wanted[0], first):
             text += "other samples: the rest of the epoch is left out, or divided otherwise."
         else:
             continue
@@ -250,13 +282,13 @@ def resumed_samples(view: View) -> Iterator[Finding]:
 
 
 def _is_elsewhere(
-    view: View, rank: int, wanted: tuple[int, int], samples: Sequence[Sample]
+    joined: JoinedRuns, rank: int, wanted: tuple[int, int], samples: Sequence[Sample]
 ) -> bool:
     """Return whether most samples of a batch are not of the rest of an epoch, as far as known.
 
     wanted: Epoch and batch that begin the rest.
     """
-    made = view.unbroken_training[0].passes[wanted[0]].ranks[rank]
+    made = joined.unbroken_training[0].passes[wanted[0]].ranks[rank]
     plan = made.facts.planned
     if wanted[1] == 0 or (plan is None and not made.facts.is_complete):
         return False
@@ -276,12 +308,12 @@ def _first_samples(facts: RankFacts, step: int) -> list[Sample]:
     return _samples(facts.batches[batches[-1]]) if batches else []
 
 
-def _following(view: View, rank: int, step: int) -> list[tuple[int, int]]:
+def _following(joined: JoinedRuns, rank: int, step: int) -> list[tuple[int, int]]:
     """Return epoch and number of the batch after the last one before a step, by the script's count.
 
     The observed run may have left out this batch, to shorten the epoch.
     """
-    facts = view.unbroken[rank]
+    facts = joined.unbroken[rank]
     backwards = facts.steps[step - 1].backwards if 0 < step <= len(facts.steps) else []
     batches = trained(facts, backwards[-1]) if backwards else []
     if not batches:
@@ -289,7 +321,7 @@ def _following(view: View, rank: int, step: int) -> list[tuple[int, int]]:
     last = facts.batches[batches[-1]]
     return [
         (at, last.number + 1)
-        for at, one in enumerate(view.unbroken_training[0].passes)
+        for at, one in enumerate(joined.unbroken_training[0].passes)
         if (made := one.ranks.get(rank)) is not None
         and (made.loader.key, made.facts.number) == (last.loader, last.pass_number)
     ]
@@ -301,10 +333,10 @@ def _samples(batch: BatchFacts) -> list[Sample]:
     return [tuple(each) for each in zip(*batch.contents, strict=True)]
 
 
-def _places(view: View, rank: int, samples: list[Sample]) -> list[tuple[int, int]]:
+def _places(joined: JoinedRuns, rank: int, samples: list[Sample]) -> list[tuple[int, int]]:
     """Return epoch and batch of all batches that have these samples."""
     found = set()
-    for at, one in enumerate(view.unbroken_training[0].passes):
+    for at, one in enumerate(joined.unbroken_training[0].passes):
         made = one.ranks.get(rank)
         if made is None:
             continue
@@ -313,13 +345,13 @@ def _places(view: View, rank: int, samples: list[Sample]) -> list[tuple[int, int
     return sorted(found)
 
 
-def loaded_file(view: View, resumed: Sequence[RankFacts]) -> FileFacts | None:
+def loaded_file(joined: JoinedRuns, resumed: Sequence[RankFacts]) -> FileFacts | None:
     """Return the last file that N ranks saved and the resumed run loaded."""
     saved = [
         one
-        for facts in view.saving
+        for facts in joined.saving
         for one in facts.files
-        if one.is_save and load_of(view, resumed, one) is not None
+        if one.is_save and load_of(joined, resumed, one) is not None
     ]
     return max(saved, key=lambda one: one.step, default=None)
 
@@ -336,6 +368,6 @@ def _different_values(saving: RankFacts, file: FileFacts, resumed: RankFacts) ->
             key = next(
                 (k for k in (name, f"{model.key}/{name}", f"module.{name}") if k in saved), None
             )
-            if key is not None and distance(values, saved[key]) > SAME:
+            if key is not None and distance(values, saved[key]) > EQUAL_WITHIN:
                 wrong.append(shown(name))
     return wrong

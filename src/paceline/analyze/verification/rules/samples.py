@@ -6,20 +6,22 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from ....observe.facts.samples import BatchFacts, Phase
-from ..mistakes import MISTAKES, Finding, Nature
+from ..joined_runs import JoinedRuns, ranks_text
+from ..mistakes import Finding, Mistake, Nature, by_id, ids
 from ..passes import JointPass, RankPass, Sample, Stream, streams
-from ..view import View, ranks_text
 
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
-UNIQUE = 0.98  # of the samples of a rank: then equal ones on several ranks are no coincidence
-AGAIN = 0.25  # of the batches, that occur again
+MIN_UNIQUE_SHARE = (
+    0.98  # of the samples of a rank: then equal ones on several ranks are no coincidence
+)
+MIN_REPEATED_SHARE = 0.25  # of the batches, that occur again
 NEARLY_ALL = 0.9
 MISSING = 0.1  # of the samples of a stream
 LEAST_KEPT = 4  # batches that are trained again
-LEAST_PERIOD = 3  # batches of an epoch, without which an order can't be told
-SHARED = 0.1  # of the samples of two ranks
-MOSTLY = 0.9  # of the batches or samples
+MIN_PERIOD = 3  # batches of an epoch, without which an order can't be told
+MIN_SHARED_SHARE = 0.1  # of the samples of two ranks
+MOST_OF_BATCHES = 0.9  # of the batches or samples
 OVERLAP = 0.02  # of the samples of an epoch
 REDRAWN = 0.02  # of the samples that a sampler with replacement draws again on one rank
 BY_BATCH = ("batch", "shard")  # samplers that give ranks whole batches (accelerate)
@@ -27,34 +29,80 @@ CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # sam
 EXACT_SAMPLERS = ("sequentialsampler", "randomsampler")  # mean the whole dataset
 GATHERS = ("allgather", "gather")
 
+MISTAKES = by_id(
+    Mistake(
+        "same-samples",
+        "Ranks train the same samples",
+        "the samples of the ranks: positions in the dataset, else contents",
+        "split the dataset: DistributedSampler, or world.shard(loader)",
+        explains=ids(
+            "samples-repeated samples-never-trained gradients-differ schedule-counts-other-steps"
+        ),
+    ),
+    Mistake(
+        "samples-repeated",
+        "Samples are trained several times in an epoch",
+        "how often an epoch of all ranks trains each sample",
+        "use a sampler that returns each sample once",
+    ),
+    Mistake(
+        "samples-never-trained",
+        "Samples are never trained",
+        "the samples that no rank trains, and one process does",
+        "check the lengths, offsets and drop_last of the split",
+    ),
+    Mistake(
+        "epoch-not-set",
+        "All epochs have the same order",
+        "the order of the samples in each epoch",
+        "call sampler.set_epoch(epoch) at the start of each epoch",
+    ),
+    Mistake(
+        "validation-repeats-samples",
+        "Validation counts samples several times",
+        "how often a validation of all ranks evaluates each sample",
+        "leave out the samples that the sampler added, or validate on one rank",
+        explains=("metric-differs",),
+        is_late=True,
+    ),
+    Mistake(
+        "validation-misses-samples",
+        "Validation leaves out samples",
+        "the samples that no rank evaluates",
+        "use drop_last=False, and a split that covers all samples",
+        explains=("metric-differs",),
+        is_late=True,
+    ),
+)
 
-def same_samples(view: View) -> Iterator[Finding]:
+
+def same_samples(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks that train the same samples."""
-    for stream in view.training:
+    for stream in joined.training:
         if len(stream.loaders) < 2 or stream.divides_batches:
             continue
-        if (found := _same_batches(stream, view)) is not None:
+        if (found := _same_batches(stream, joined)) is not None:
             yield found
 
 
-def repeated_or_missing(view: View) -> Iterator[Finding]:
+def repeated_or_missing(joined: JoinedRuns) -> Iterator[Finding]:
     """Find epochs in which samples occur several times, or not at all."""
-    for stream in view.training:
+    for stream in joined.training:
         if stream.divides_batches:
             continue
         if not (stream.shares_dataset or stream.has_root):
-            yield from by_contents(view, stream)
+            yield from by_contents(joined, stream)
             continue
         plans = [plan for one in stream.passes if (plan := _plans(stream, one))]
         if not plans:
             continue
-        yield from _repeated(view, stream, plans)
-        yield from _missing(view, stream, plans)
+        yield from _repeated(joined, stream, plans)
+        yield from _missing(joined, stream, plans)
 
 
-def epoch_not_set(view: View) -> Iterator[Finding]:
+def epoch_not_set(joined: JoinedRuns) -> Iterator[Finding]:
     """Find a random order that is the same in all epochs."""
-    for stream in view.training:
+    for stream in joined.training:
         orders = []
         for one in stream.passes:
             rank = min(one.ranks)
@@ -85,7 +133,7 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         yield Finding(
             MISTAKES["epoch-not-set"],
             [*ignored, stream.first.facts.line, loader.line],
-            f"{ranks_text(sorted(stream.loaders), view.size)} trained "
+            f"{ranks_text(sorted(stream.loaders), joined.size)} trained "
             f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
             values={"epochs": len(known), "samples": len(known[0])},
             # A stream has set_epoch also if it is read in order.
@@ -94,18 +142,18 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         )
 
 
-def _same_batches(stream: Stream, view: View) -> Finding | None:
+def _same_batches(stream: Stream, joined: JoinedRuns) -> Finding | None:
     """Return a finding if two ranks read the same batches at the same time."""
     groups = [
         pair
         for pair in combinations(sorted(stream.loaders), 2)
-        if _share_of_equal_batches(stream, *pair) >= MOSTLY
+        if _share_of_equal_batches(stream, *pair) >= MOST_OF_BATCHES
     ]
     if not groups:
         return None
     ranks = sorted({rank for pair in groups for rank in pair})
-    everything = len(groups) == view.size * (view.size - 1) // 2
-    sharded = any(model.is_sharded for model in view.ranks[0].models)
+    everything = len(groups) == joined.size * (joined.size - 1) // 2
+    sharded = any(model.is_sharded for model in joined.ranks[0].models)
     loader = stream.loaders[ranks[0]]
     how = "" if everything else f" ({'; '.join(f'{a} and {b}' for a, b in groups[:4])})"
     samples = sum(batch.samples for batch in stream.passes[0].ranks[ranks[0]].batches)
@@ -113,7 +161,7 @@ def _same_batches(stream: Stream, view: View) -> Finding | None:
     return Finding(
         MISTAKES["same-samples"],
         [loader.sampler_return_line, *stream.lines],
-        f"{ranks_text(ranks, view.size)} trained the same samples in the same order{how}, "
+        f"{ranks_text(ranks, joined.size)} trained the same samples in the same order{how}, "
         f"{samples} of each in the first epoch as far as it was run: a step computes the gradient "
         f"of one rank's batch several times.{sampler}",
         ranks=ranks,
@@ -129,8 +177,8 @@ def _share_of_equal_batches(stream: Stream, one: int, two: int) -> float:
             continue
         a, b = made.ranks[one], made.ranks[two]
         for first, second in zip(a.batches, b.batches, strict=False):
-            left = stream.samples(one, first, a.loader)
-            right = stream.samples(two, second, b.loader)
+            left = stream.samples(first, a.loader)
+            right = stream.samples(second, b.loader)
             if left is None or right is None or not _identify(left):
                 continue
             compared += 1
@@ -166,7 +214,7 @@ def _padding(stream: Stream) -> int:
 
 
 def _repeated(
-    view: View, stream: Stream, plans: Sequence[dict[int, list[int]]]
+    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
 ) -> Iterator[Finding]:
     plan = plans[0]
     counts = Counter(at for one in plan.values() for at in one)
@@ -190,10 +238,10 @@ def _repeated(
     where = "on several ranks" if across >= sum(within.values()) else "on one rank"
     most, times = counts.most_common(1)[0]
     is_whole = not sum(within.values()) and uniform == stream.size == times
-    is_whole = is_whole and len(counts) >= MOSTLY * (loader.dataset_length or 0)
+    is_whole = is_whole and len(counts) >= MOST_OF_BATCHES * (loader.dataset_length or 0)
     lines = [loader.sampler_return_line, *stream.lines]
     if not is_whole and across and not any(map(is_regular, plan.values())):  # of other orders
-        lines = [*view.seed_lines_of_ranks()[:1], loader.sampler_seed_line, *lines]
+        lines = [*joined.seed_lines_of_ranks()[:1], loader.sampler_seed_line, *lines]
     yield Finding(
         MISTAKES["same-samples" if is_whole else "samples-repeated"],
         lines,
@@ -204,7 +252,7 @@ def _repeated(
 
 
 def _missing(
-    view: View, stream: Stream, plans: Sequence[dict[int, list[int]]]
+    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
 ) -> Iterator[Finding]:
     loader = stream.first.loader
     length = loader.root_length if stream.has_root else loader.dataset_length
@@ -228,7 +276,7 @@ def _missing(
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
-    of_one = stream_of_one(view, stream)
+    of_one = stream_of_one(joined, stream)
     plan = of_one.plan(of_one.first) if of_one is not None else None
     of_one_process = {at for batch in plan or () for at in batch}
     by_one = of_one_process >= set(range(length)) - trained
@@ -280,16 +328,16 @@ def _order(stream: Stream, made: RankPass) -> list[Sample]:
     return [at for batch in made.batches for at in batch.indices or []]
 
 
-def same_order(view: View) -> Iterator[Finding]:
+def same_order(joined: JoinedRuns) -> Iterator[Finding]:
     """Find scripts without a loader that shuffle, and train batches in the same order again."""
-    for stream in view.training:
+    for stream in joined.training:
         first, line = stream.first, stream.first.loader.sampler_seed_line
         if first.loader.dataset or not line:
             continue
-        batches = [stream.samples(0, one, first.loader) for one in first.batches]
+        batches = [stream.samples(one, first.loader) for one in first.batches]
         read = [tuple(one or ()) for one in batches]
         period = next((at for at in range(1, len(read)) if read[at] == read[0]), 0)
-        is_known = period >= LEAST_PERIOD and len(set(read[:period])) == period
+        is_known = period >= MIN_PERIOD and len(set(read[:period])) == period
         if not is_known or len(read) < 2 * period or () in read:
             continue
         if any(after != before for before, after in zip(read, read[period:], strict=False)):
@@ -305,10 +353,10 @@ def same_order(view: View) -> Iterator[Finding]:
         )
 
 
-def kept_batches(view: View) -> Iterator[Finding]:
+def kept_batches(joined: JoinedRuns) -> Iterator[Finding]:
     """Find scripts that keep the batches of a shuffled pass, and train these again."""
-    loaders = [one for one in view.training if one.first.loader.dataset]
-    again = [one for one in view.training if not one.first.loader.dataset]
+    loaders = [one for one in joined.training if one.first.loader.dataset]
+    again = [one for one in joined.training if not one.first.loader.dataset]
     for stream in loaders:
         made = stream.first
         order = [at for batch in made.facts.planned or () for at in batch]
@@ -319,7 +367,9 @@ def kept_batches(view: View) -> Iterator[Finding]:
         later = again[0].passes[0].ranks.get(rank)
         trained = later.batches if later is not None else []
         equal = [one for one in trained if kept & {tuple(column) for column in one.contents}]
-        if len(equal) < max(LEAST_KEPT, AGAIN * len(made.batches), NEARLY_ALL * len(trained)):
+        if len(equal) < max(
+            LEAST_KEPT, MIN_REPEATED_SHARE * len(made.batches), NEARLY_ALL * len(trained)
+        ):
             continue
         yield Finding(
             MISTAKES["epoch-not-set"],
@@ -333,43 +383,43 @@ def kept_batches(view: View) -> Iterator[Finding]:
         )
 
 
-def without_loader(view: View) -> Iterator[Finding]:
+def without_loader(joined: JoinedRuns) -> Iterator[Finding]:
     """Find samples that all ranks train, or none does, where a script has no loader."""
-    for stream in view.training:
+    for stream in joined.training:
         made, line = stream.passes[0].ranks, stream.first.loader.sampler_seed_line
         epochs = [until_again(stream, rank, one.batches) for rank, one in made.items()]
-        if stream.first.loader.dataset or len(stream.loaders) < view.size or not all(epochs):
+        if stream.first.loader.dataset or len(stream.loaders) < joined.size or not all(epochs):
             continue
         common = set.intersection(*map(set, epochs))
-        if len(common) >= UNIQUE * max(map(len, epochs)):
+        if len(common) >= MIN_UNIQUE_SHARE * max(map(len, epochs)):
             yield Finding(
                 MISTAKES["same-samples"],
                 [line, *stream.lines],
-                f"Each of {view.size} ranks trains the same {len(common)} samples before it begins "
-                "again, in another order: an epoch of all ranks trains each sample "
-                f"{view.size} times.",
-                values={"samples": len(common), "times": view.size},
+                f"Each of {joined.size} ranks trains the same {len(common)} samples before it "
+                "begins again, in another order: an epoch of all ranks trains each sample "
+                f"{joined.size} times.",
+                values={"samples": len(common), "times": joined.size},
                 remedy="give each rank a part of one order that is the same on all ranks",
             )
-        of_one = stream_of_one(view, stream)
+        of_one = stream_of_one(joined, stream)
         whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
         ever = {one for rank, each in made.items() for one in stream.read(rank, each)}
-        missing = len(whole - ever) * (len(ever & whole) >= UNIQUE * len(ever))
+        missing = len(whole - ever) * (len(ever & whole) >= MIN_UNIQUE_SHARE * len(ever))
         largest = max(batch.samples for one in made.values() for batch in one.batches)
-        if missing > view.size * largest:  # else a remainder
+        if missing > joined.size * largest:  # else a remainder
             yield Finding(
                 MISTAKES["samples-never-trained"],
                 [*stream.lines, line],
-                f"One process trains {len(whole)} different samples in an epoch. {view.size} ranks "
-                f"train {', '.join(str(len(each)) for each in epochs)} in one, and never "
+                f"One process trains {len(whole)} different samples in an epoch. {joined.size} "
+                f"ranks train {', '.join(str(len(each)) for each in epochs)} in one, and never "
                 f"{missing} of them.",
                 values={"missing": missing, "samples": len(whole)},
             )
 
 
-def stream_of_one(view: View, stream: Stream) -> Stream | None:
+def stream_of_one(joined: JoinedRuns, stream: Stream) -> Stream | None:
     """Return the stream of the unchanged script on one rank."""
-    alone, loader = view.runs.alone, stream.first.loader
+    alone, loader = joined.runs.alone, stream.first.loader
     found = streams([alone], stream.phase) if alone is not None else []
     return next(
         (
@@ -388,34 +438,34 @@ def until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> lis
     """
     seen: dict[Sample, None] = {}
     for number, batch in enumerate(batches):
-        samples = stream.samples(rank, batch, stream.loaders[rank]) or []
+        samples = stream.samples(batch, stream.loaders[rank]) or []
         if any(one in seen for one in samples):
-            return list(seen) if number >= LEAST_PERIOD else []
+            return list(seen) if number >= MIN_PERIOD else []
         seen.update(dict.fromkeys(samples))
     return []
 
 
-def by_contents(view: View, stream: Stream) -> Iterator[Finding]:
+def by_contents(joined: JoinedRuns, stream: Stream) -> Iterator[Finding]:
     """Find samples that occur again in the same pass."""
-    found = list(_repeated_batches(stream)) or list(_shared_samples(view, stream))
-    yield from (found or list(_other_total(view, stream)))[:1]
+    found = list(_repeated_batches(stream)) or list(_shared_samples(joined, stream))
+    yield from (found or list(_other_total(joined, stream)))[:1]
 
 
-def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
+def _shared_samples(joined: JoinedRuns, stream: Stream) -> Iterator[Finding]:
     """Find single samples that several ranks train, whose batches are not equal."""
     first = stream.passes[0]
     read: dict[int, list[Sample]] = {}
     for rank, made in first.ranks.items():
         read[rank] = stream.read(rank, made)
-        if len(set(read[rank])) < max(UNIQUE * len(read[rank]), LEAST_SAMPLES):
+        if len(set(read[rank])) < max(MIN_UNIQUE_SHARE * len(read[rank]), LEAST_SAMPLES):
             return
     for one, two in combinations(sorted(read), 2):
         common = set(read[one]) & set(read[two])
-        if len(common) < max(SHARED * min(len(read[one]), len(read[two])), LEAST_SAMPLES):
+        if len(common) < max(MIN_SHARED_SHARE * min(len(read[one]), len(read[two])), LEAST_SAMPLES):
             continue
         yield Finding(
             MISTAKES["samples-repeated"],
-            [*stream.lines, *view.seed_lines_of_ranks()[:1]],
+            [*stream.lines, *joined.seed_lines_of_ranks()[:1]],
             f"Ranks {one} and {two} trained {len(common)} equal samples among their first "
             f"{len(read[one])} and {len(read[two])} of an epoch: their parts overlap.",
             ranks=[one, two],
@@ -424,9 +474,9 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
         )
 
 
-def _other_total(view: View, stream: Stream) -> Iterator[Finding]:
+def _other_total(joined: JoinedRuns, stream: Stream) -> Iterator[Finding]:
     """Find streams of which all ranks together read less than one process does."""
-    of_one, ranks = stream_of_one(view, stream), stream.passes[0].ranks
+    of_one, ranks = stream_of_one(joined, stream), stream.passes[0].ranks
     every = [*ranks.values(), *(one.first for one in [of_one] if one is not None)]
     if of_one is None or len(ranks) < stream.size or not all(x.facts.is_read for x in every):
         return
@@ -451,7 +501,7 @@ def _repeated_batches(stream: Stream) -> Iterator[Finding]:
         total, again = 0, []
         for rank, made in one.ranks.items():
             for batch in made.batches:
-                samples = stream.samples(rank, batch, made.loader)
+                samples = stream.samples(batch, made.loader)
                 if not samples or len(set(samples)) < max(DISTINCT * len(samples), 1):
                     continue
                 total += 1
@@ -462,7 +512,7 @@ def _repeated_batches(stream: Stream) -> Iterator[Finding]:
                     again.append((rank, batch.number, before))
         # Inputs of a model, without a loader, contain the same points on purpose (a boundary).
         has_loader = bool(stream.first.loader.dataset)
-        share = AGAIN if has_loader else NEARLY_ALL * (1 - 1 / stream.size)
+        share = MIN_REPEATED_SHARE if has_loader else NEARLY_ALL * (1 - 1 / stream.size)
         if total < LEAST_SAMPLES or len(again) < 2 or len(again) < share * total:
             continue
         rank, number, before = again[0]
@@ -496,22 +546,22 @@ def is_regular(order: Sequence[Any]) -> bool:
     return falls <= max(1, len(order) // 20)
 
 
-def coverage(view: View) -> Iterator[Finding]:
+def coverage(joined: JoinedRuns) -> Iterator[Finding]:
     """Find validation passes that count samples several times, or leave some out.
 
     Those that have to be evaluated are known by their positions in a dataset, else by the contents
     of those that one process evaluates.
     """
-    for stream in view.evaluation:
+    for stream in joined.evaluation:
         sampler = stream.first.loader.sampler.lower()
         plans = _by_position(stream)
         if plans is not None:
             length = stream.first.loader.dataset_length or 0
-            whole = _root_length(view, stream) if stream.has_root else length
+            whole = _root_length(joined, stream) if stream.has_root else length
             if sampler in EXACT_SAMPLERS or "distributed" in sampler:
-                yield from _judged(view, stream, plans, whole)
+                yield from _judged(joined, stream, plans, whole)
         elif stream.first.loader.is_iterable:
-            yield from _judged(view, stream, *_evaluated_by_one(view, stream))
+            yield from _judged(joined, stream, *_evaluated_by_one(joined, stream))
 
 
 def _by_position(stream: Stream) -> dict[int, list[Sample]] | None:
@@ -526,16 +576,16 @@ def _by_position(stream: Stream) -> dict[int, list[Sample]] | None:
     return read if is_known and read else None
 
 
-def _evaluated_by_one(view: View, stream: Stream) -> tuple[dict[int, list[Sample]], int]:
+def _evaluated_by_one(joined: JoinedRuns, stream: Stream) -> tuple[dict[int, list[Sample]], int]:
     """Return the samples by rank, and how many one process evaluates; {} and 0 if unknown."""
-    of_one, first = stream_of_one(view, stream), stream.passes[0].ranks
+    of_one, first = stream_of_one(joined, stream), stream.passes[0].ranks
     if of_one is None or not all(map(_is_whole, (*first.values(), of_one.first))):
         return {}, 0
     expected = of_one.read(0, of_one.first)
     read = {rank: stream.read(rank, one) for rank, one in first.items()}
     whole, union = set(expected), {one for each in read.values() for one in each}
-    is_known = len(whole) >= max(UNIQUE * len(expected), LEAST_SAMPLES)
-    is_same = len(union & whole) >= UNIQUE * len(union)
+    is_known = len(whole) >= max(MIN_UNIQUE_SHARE * len(expected), LEAST_SAMPLES)
+    is_same = len(union & whole) >= MIN_UNIQUE_SHARE * len(union)
     return (read, len(whole)) if is_known and is_same else ({}, 0)
 
 
@@ -543,7 +593,7 @@ def _is_whole(one: RankPass) -> bool:
     return one.facts.is_complete or (one.facts.is_read and not one.facts.skipped)
 
 
-def _root_length(view: View, stream: Stream) -> int:
+def _root_length(joined: JoinedRuns, stream: Stream) -> int:
     """Return the number of samples that parts of one dataset have to cover.
 
     That is the whole dataset if each rank has a part of its own, and little is left out that is
@@ -553,7 +603,7 @@ def _root_length(view: View, stream: Stream) -> int:
     covered = {at for one in loaders for at in one.subset or ()}
     trained = {
         at
-        for other in view.training
+        for other in joined.training
         if other.first.loader.root_checksum == stream.first.loader.root_checksum
         for one in other.loaders.values()
         for at in one.subset or ()
@@ -565,16 +615,16 @@ def _root_length(view: View, stream: Stream) -> int:
 
 
 def _judged(
-    view: View, stream: Stream, read: Mapping[int, Sequence[Sample]], length: int
+    joined: JoinedRuns, stream: Stream, read: Mapping[int, Sequence[Sample]], length: int
 ) -> Iterator[Finding]:
     if not read:
         return
-    loader, who = stream.first.loader, ranks_text(sorted(read), view.size)
+    loader, who = stream.first.loader, ranks_text(sorted(read), joined.size)
     sets = [set(one) for one in read.values()]
     union = set().union(*sets)
     times = len(sets) if all(one == union for one in sets) else 1  # each rank validates the same
     repeated = sum(map(len, read.values())) - times * len(union)
-    evaluations = [one for one in view.ranks[0].collectives if one.phase is Phase.EVALUATION]
+    evaluations = [one for one in joined.ranks[0].collectives if one.phase is Phase.EVALUATION]
     is_mended = any(one.removes_repeated for one in evaluations)
     if repeated and "random" not in loader.sampler.lower() and not is_mended:
         gathers = any(one.kind.replace("_", "").startswith(GATHERS) for one in evaluations)

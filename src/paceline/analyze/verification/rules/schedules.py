@@ -9,28 +9,64 @@ from math import isclose
 
 from ....observe.facts.ranks import RankFacts
 from ....observe.facts.steps import ScheduleFacts
-from ..mistakes import MISTAKES, Finding
+from ..joined_runs import JoinedRuns
+from ..mistakes import Finding, Mistake, Nature, by_id, ids
+from ..relations import EQUAL_WITHIN
 from ..steps import JointStep, joint_steps
-from ..view import View
 
-SAME = 1e-6  # relative difference of equal learning rates
-NEAR = 0.1  # relative difference of equal lengths: incomplete batches and steps
-LARGER = 1.5  # largest rates of a schedule differ a little where they fall between two steps
+EQUAL_LENGTHS = 0.1  # relative difference of equal lengths: incomplete batches and steps
+MIN_PEAK_RATIO = (
+    1.5  # largest rates of a schedule differ a little where they fall between two steps
+)
 CYCLES = ("OneCycleLR", "CyclicLR")  # set all rates from their own arguments
 
+MISTAKES = by_id(
+    Mistake(
+        "learning-rate-not-scaled",
+        "The learning rate is that of one rank",
+        "a question: the learning rates on N ranks and on one",
+        "scale it with the global batch size if that is wanted",
+        Nature.QUESTION,
+    ),
+    Mistake(
+        "learning-rate-scaled-twice",
+        "The learning rate is scaled twice",
+        "a question: the learning rates on N ranks and on one",
+        "multiply it by the number of ranks at one place",
+        explains=("learning-rate-not-scaled",),
+        nature=Nature.QUESTION,
+    ),
+    Mistake(
+        "learning-rates-differ",
+        "Ranks have different learning rates",
+        "the learning rates of the ranks in each step",
+        "compute the learning rate from values that are equal on all ranks",
+        explains=ids(
+            "replicas-diverge state-differs learning-rate-not-scaled learning-rate-scaled-twice"
+        ),
+    ),
+    Mistake(
+        "schedule-counts-other-steps",
+        "The learning-rate schedule has another length than the training",
+        "a question: the length of the schedule in epochs, on N ranks and on one",
+        "compute its length from the number of steps on N ranks: len(loader) after the split",
+        nature=Nature.QUESTION,
+    ),
+)
 
-def rates_differ(view: View) -> Iterator[Finding]:
+
+def rates_differ(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks with different learning rates in the same step."""
-    for step in view.steps:
+    for step in joined.steps:
         rates = [one.learning_rates for one in step.steps]
-        for rank in range(1, view.size):
+        for rank in range(1, joined.size):
             for group, (ours, theirs) in enumerate(zip(rates[0], rates[rank], strict=False)):
-                if isclose(ours, theirs, rel_tol=SAME, abs_tol=SAME**2):
+                if isclose(ours, theirs, rel_tol=EQUAL_WITHIN, abs_tol=EQUAL_WITHIN**2):
                     continue
                 where = f" (parameter group {group})" if len(rates[0]) > 1 else ""
                 yield Finding(
                     MISTAKES["learning-rates-differ"],
-                    _lines(view, step),
+                    _lines(joined, step),
                     f"In step {step.index + 1}, the learning rate is {ours:.6g} on rank 0 and "
                     f"{theirs:.6g} on rank {rank}{where}.",
                     ranks=[rank],
@@ -39,29 +75,29 @@ def rates_differ(view: View) -> Iterator[Finding]:
                 )
 
 
-def _lines(view: View, step: JointStep) -> list[str]:
+def _lines(joined: JoinedRuns, step: JointStep) -> list[str]:
     """Return lines that change the rates of a step, those of some ranks first.
 
     The optimizer comes first if the ranks made it with different rates.
     """
-    made = [x for f in view.ranks for x in f.optimizers if x.key == step.optimizer]
+    made = [x for f in joined.ranks for x in f.optimizers if x.key == step.optimizer]
     every = dict.fromkeys(line for one in made for line in one.rate_lines)
     lines = sorted(every, key=lambda line: all(line in one.rate_lines for one in made))
-    lines += [line for one in view.ranks[0].schedules for line in (*one.step_lines[:1], one.line)]
+    lines += [line for one in joined.ranks[0].schedules for line in (*one.step_lines[:1], one.line)]
     own = [one.line for one in made[:1]]
     if any(one.initial_rates != made[0].initial_rates for one in made):
         return [*own, *lines, step.steps[0].line]
     return [*lines, *own, step.steps[0].line]
 
 
-def scaling(view: View) -> Iterator[Finding]:
+def scaling(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about a learning rate that grows otherwise than the global batch."""
-    single, n = view.single, view.size
-    growth = _growth(view, single) if single is not None and n > 1 else None
-    for optimizer in view.ranks[0].optimizers:
+    single, n = joined.single, joined.size
+    growth = _growth(joined, single) if single is not None and n > 1 else None
+    for optimizer in joined.ranks[0].optimizers:
         if single is None or growth is None:
             return
-        runs = (view.ranks[0], single)
+        runs = (joined.ranks[0], single)
         both = [_rates(facts, optimizer.key, of_cycles=True) for facts in runs]
         if not all(both):
             both = [_rates(facts, optimizer.key, of_cycles=False) for facts in runs]
@@ -69,19 +105,23 @@ def scaling(view: View) -> Iterator[Finding]:
             (a, b)
             for at, row in enumerate(zip(*both, strict=False))
             for a, b in zip(*row, strict=False)
-            if min(a, b) > 0 and (at < 2 or a > LARGER * b)
+            if min(a, b) > 0 and (at < 2 or a > MIN_PEAK_RATIO * b)
         ]
         if not pairs:
             continue
         ours, theirs = max(pairs, key=lambda pair: pair[0] / pair[1])
         more = f"{growth:.3g} times the global batch"
-        schedules = [one for one in view.ranks[0].schedules if one.optimizer == optimizer.key]
+        schedules = [one for one in joined.ranks[0].schedules if one.optimizer == optimizer.key]
         cycles = [one.line for one in schedules if one.class_name in CYCLES and one.peaks]
         may_scale_later = any(one.class_name == "LambdaLR" for one in schedules)
-        if isclose(ours, theirs, rel_tol=SAME) and growth > 1 + NEAR and not may_scale_later:
+        if (
+            isclose(ours, theirs, rel_tol=EQUAL_WITHIN)
+            and growth > 1 + EQUAL_LENGTHS
+            and not may_scale_later
+        ):
             kind, text = "not-scaled", f"{ours:.6g} on one rank and on {n}, with {more}: is "
             text += f"{ours * growth:.6g} wanted?"
-        elif ours / theirs > growth * (1 + NEAR):
+        elif ours / theirs > growth * (1 + EQUAL_LENGTHS):
             kind, text = "scaled-twice", f"{ours:.6g} on {n} ranks and {theirs:.6g} on one: "
             text += f"{ours / theirs:.3g} times as large, with {more}. Is this wanted?"
         else:
@@ -107,13 +147,13 @@ def _rates(facts: RankFacts, key: int, of_cycles: bool) -> list[list[float]]:
     return [made, first, *(one.peaks for one in peaks)]
 
 
-def schedule_length(view: View) -> Iterator[Finding]:
+def schedule_length(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about schedules that have another length in epochs on N ranks than on one."""
-    single, n = view.single, view.size
+    single, n = joined.single, joined.size
     if single is None:
         return
-    for schedule, other in zip(view.ranks[0].schedules, single.schedules, strict=False):
-        ours, theirs = epoch_steps(view.ranks[0]), epoch_steps(single)
+    for schedule, other in zip(joined.ranks[0].schedules, single.schedules, strict=False):
+        ours, theirs = epoch_steps(joined.ranks[0]), epoch_steps(single)
         calls, their_calls = calls_per_step(schedule), calls_per_step(other)
         if schedule.class_name != other.class_name or not ours or not theirs:
             continue
@@ -126,7 +166,7 @@ def schedule_length(view: View) -> Iterator[Finding]:
         ]
         for name, length, their_length in pairs[::-1]:
             epochs, of_one = length / calls / ours, their_length / their_calls / theirs
-            if of_one < 1 - NEAR or abs(epochs / of_one - 1) <= NEAR:
+            if of_one < 1 - EQUAL_LENGTHS or abs(epochs / of_one - 1) <= EQUAL_LENGTHS:
                 continue  # shorter than an epoch: a warm-up with a number of steps
             yield Finding(
                 MISTAKES["schedule-counts-other-steps"],
@@ -139,9 +179,9 @@ def schedule_length(view: View) -> Iterator[Finding]:
             )
 
 
-def _growth(view: View, single: RankFacts) -> float | None:
+def _growth(joined: JoinedRuns, single: RankFacts) -> float | None:
     """Return the samples of a step of N ranks, relative to those of the script on one."""
-    ours, theirs = next(iter(view.steps), None), next(joint_steps([single]), None)
+    ours, theirs = next(iter(joined.steps), None), next(joint_steps([single]), None)
     of_one = sum(theirs.samples) if theirs is not None else 0
     return sum(ours.samples) / of_one if ours is not None and of_one else None
 

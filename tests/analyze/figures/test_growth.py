@@ -7,7 +7,7 @@ import re
 import pytest
 from records import Rank, report_of
 
-from paceline.analyze.memory.growth import find_growth
+from paceline.analyze.figures.memory import find_growth
 from paceline.record.ring.states import Memory, State
 from paceline.report.sentences import memory_warnings
 from paceline.report.terminal.run_report import render

@@ -12,7 +12,7 @@ from ...record.ring.states import State
 from ..figures.losses import Loss
 from ..figures.report import analyse_with_window
 from ..records.load_run import Run
-from .ladder import RungResult, measure_rung
+from .rungs import RungResult, measure_rung
 
 RARE = ("validation", "checkpoint")  # kinds of losses that are taken from the survey
 MAX_SHARE_OF_STEPS = 0.5  # a loss in more steps is not seldom

@@ -10,15 +10,15 @@ from ...observe.facts.samples import Phase
 from .comparison import Comparison, Difference, compare
 from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
-from .replay import Replay
+from .replayed_steps import ReplayedSteps
 from .runs_facts import VerifyRuns
 from .steps import JointStep, joint_steps, usual_backwards
 
-MOSTLY = 0.5  # of the steps, or of the batches
+MOST_OF_STEPS = 0.5  # of the steps, or of the batches
 SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
 
 
-class View:
+class JoinedRuns:
     """The runs of ``paceline verify``, joined over the ranks."""
 
     def __init__(self, runs: VerifyRuns) -> None:
@@ -28,7 +28,7 @@ class View:
         self.notes: list[str] = []
         self.averages_parameters = False  # instead of gradients, between some steps (local SGD)
         is_unchanged = runs.replay is not None and runs.replay is runs.alone
-        self.replay = Replay(
+        self.replay = ReplayedSteps(
             *(runs.ranks, runs.replay, runs.permuted, runs.replay_peers),
             has_own_batches=is_unchanged,
         )
@@ -65,9 +65,9 @@ class View:
         return self.comparison.difference
 
     @cached_property
-    def reference(self) -> Replay:
+    def reference(self) -> ReplayedSteps:
         """One process that trains the ranks' batches in turn, if it was run; else the replay."""
-        cut = Replay(self.runs.ranks, self.runs.cut, None)
+        cut = ReplayedSteps(self.runs.ranks, self.runs.cut, None)
         return cut if any(cut.joint(step) for step in self.steps[:1]) else self.replay
 
     @cached_property
@@ -96,7 +96,7 @@ class View:
         It is called in most steps, or with the batches of the training.
         """
         facts = self.ranks[min(stream.loaders)]
-        if len(stream.passes) > max(MOSTLY * len(facts.steps), 1):
+        if len(stream.passes) > max(MOST_OF_STEPS * len(facts.steps), 1):
             return True
         used = facts.without_evaluated(range(len(facts.batches)))
         trained = {tuple(column) for at in used for column in facts.batches[at].contents}
@@ -106,7 +106,7 @@ class View:
             if facts.rank in one.ranks
             for batch in one.ranks[facts.rank].batches
         ]
-        return sum(bool(one & trained) for one in read) > MOSTLY * len(read)
+        return sum(bool(one & trained) for one in read) > MOST_OF_STEPS * len(read)
 
     @cached_property
     def single(self) -> RankFacts | None:
@@ -244,7 +244,7 @@ class View:
             is_other = not one.is_in_backward and one.line and one.line not in gradients
             if is_other and one.phase is Phase.TRAINING:
                 steps.setdefault(one.line, set()).add(one.step)
-        return [line for line, each in steps.items() if len(each) > MOSTLY * len(self.steps)]
+        return [line for line, each in steps.items() if len(each) > MOST_OF_STEPS * len(self.steps)]
 
     def gradient_lines(self) -> list[str]:
         """Return the lines of the script that exchange gradients, the largest exchange first.

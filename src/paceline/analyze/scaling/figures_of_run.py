@@ -1,19 +1,19 @@
 """From the record of one run to its figures in a scaling study."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from ....record.ring.states import Memory, State
-from ...figures.report import Report, RunAnalysis, analyse_with_window
-from ...figures.steps import states_by_step
-from ...figures.window_steps import Floats, Steps, batches_per_step
-from ...records.data_axis import find_data_axis
-from ...records.load_run import Run
-from ...records.read_record import Record
-from ...records.state_timeline import BUBBLE, STATES
-from ..study_model import (
+from ...record.ring.states import Memory, State
+from ..figures.report import Report, RunAnalysis, analyse_with_window
+from ..figures.steps import states_by_step
+from ..figures.window_steps import Floats, Steps, batches_per_step
+from ..records.data_axis import find_data_axis
+from ..records.load_run import Run
+from ..records.read_record import Record
+from ..records.state_timeline import BUBBLE, STATES
+from .study_model import (
     CollectiveLoad,
     HostPlacement,
     NoiseFigures,
@@ -22,7 +22,48 @@ from ..study_model import (
     StateSeconds,
     WaitCause,
 )
-from .warm_up import WarmUp, find_warm_up
+
+# Find the first steady step of a run: the marginal standard error rule.
+#
+# The first steps of a training are not like the later ones: memory is allocated, caches fill,
+# batches that were loaded ahead are used up. The rule drops as many steps as make the standard
+# error of the mean of the remaining ones smallest (MSER; White, "An effective truncation
+# heuristic for bias reduction in simulation output", Simulation 69, 1997). At most half of the
+# steps are dropped: where the smallest error lies there, the run has no steady part that is long
+# enough.
+#
+# A step far above the others (a validation, a checkpoint) may lie anywhere, and says nothing of
+# the warm-up. For the rule, and only for it, steps count as at most ``MAX_RATIO`` times the
+# median.
+
+MAX_RATIO = 2.0  # of the later half's median
+MIN_RULE_STEPS = 6  # with fewer, nothing is dropped, and it is not known whether the run is steady
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Steps to drop at the beginning, and whether the rest is steady."""
+
+    steps: int
+    steady: bool
+
+
+def find_warm_up(seconds: Sequence[float]) -> WarmUp:
+    """Return the number of steps to drop of a run with steps of these durations."""
+    count = len(seconds)
+    if count < MIN_RULE_STEPS:
+        return WarmUp(0, steady=False)
+    times = np.asarray(seconds, np.float64)
+    times = np.minimum(times, MAX_RATIO * np.median(times[count // 2 :]))
+    # Sums of the remaining steps, for each number of dropped ones.
+    left = np.arange(count, 0, -1)
+    sums = np.cumsum(times[::-1])[::-1]
+    squares = np.cumsum((times**2)[::-1])[::-1]
+    errors = np.maximum(squares - sums**2 / left, 0.0) / left.astype(np.float64) ** 2
+    most = count // 2
+    dropped = int(errors[: most + 1].argmin())
+    return WarmUp(dropped, steady=dropped < most)
+
 
 QUANTILES = np.linspace(0.0, 1.0, 21)
 MIN_STEPS = 3  # measured ones, after the warm-up
@@ -40,7 +81,7 @@ def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
     Args:
         run: Its records.
         warm_up: Steps to drop after the first one, which is never measured; None: by the rule of
-            warm_up.py.
+            ``find_warm_up``.
 
     Raises:
         TooShortError: Fewer than ``MIN_STEPS`` steps are left.
@@ -59,7 +100,7 @@ def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
     dropped = min(found.steps, done - MIN_STEPS)
     first = steps.first + dropped
     measured = analyse_with_window(run, (first, steps.first + done))
-    figures = _figures(run, measured, replace(found, steps=dropped))
+    figures = _figures(measured, replace(found, steps=dropped))
     noise = whole.report.noise_scale
     return replace(
         figures,
@@ -69,7 +110,7 @@ def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
     )
 
 
-def _figures(run: Run, analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
+def _figures(analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
     report, m = analysed.report, analysed.measured
     assert m is not None, "the window of these steps exists in the whole run"
     assert m.steps is not None
@@ -94,7 +135,7 @@ def _figures(run: Run, analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
         pop={name: _clipped(value) for name, value in asdict(report.efficiencies).items()},
         spread=_spread(spent),
         collectives=_collectives(report, count, window_s),
-        waits=_waits(report, count, window_s, len(m.records)),
+        waits=_waits(report, count, window_s),
         placement=_placement(report),
         memory_bytes=_largest(m.records, Memory.HOST),
         device_bytes=_largest(m.records, Memory.DEVICE),
@@ -156,7 +197,7 @@ def _collectives(report: Report, steps: int, window_s: float) -> list[Collective
     ]
 
 
-def _waits(report: Report, steps: int, window_s: float, ranks: int) -> list[WaitCause]:
+def _waits(report: Report, steps: int, window_s: float) -> list[WaitCause]:
     """Return for whom ranks waited: seconds per step and rank, the longest first.
 
     Those beyond ``MAX_WAITS`` follow without the rank.
@@ -195,10 +236,10 @@ def _largest(records: Sequence[Record], kind: Memory) -> list[int]:
 
 def recorded_batch(run: Run) -> tuple[str, str]:
     """Return how the knob of the global batch was set in a run, and why it was not, or ""."""
-    told = [record.meta.get("knobs", {}).get("global-batch", {}) for record in run.records]
-    how = next((one["how"] for one in told if one.get("how")), "loader")
-    was_set = bool(told) and all(one.get("set") for one in told)
-    why = next((one["why_not"] for one in told if one.get("why_not")), "")
+    results = [record.meta.get("knobs", {}).get("global-batch", {}) for record in run.records]
+    how = next((one["how"] for one in results if one.get("how")), "loader")
+    was_set = bool(results) and all(one.get("set") for one in results)
+    why = next((one["why_not"] for one in results if one.get("why_not")), "")
     if was_set and not why:
         return how, ""
     return "", why or "the script makes no DataLoader that the training uses"

@@ -15,11 +15,11 @@ NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured ro
 UNMEASURED = 5e-5  # rounding noise that is not measured, relative to the gradient
 SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
 AS_ROUNDED = 3.0  # times what rounding makes of the difference of parameters: as good as equal
-TINY = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
-CLOSE = 0.05  # residual up to which two gradients are multiples of each other
+NEGLIGIBLE_NORM = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
+MAX_RESIDUAL = 0.05  # residual up to which two gradients are multiples of each other
 
 
-class Replay:
+class ReplayedSteps:
     """Steps of the replay that can be compared with those of N ranks.
 
     Args:
@@ -140,7 +140,7 @@ class Replay:
         if theirs is None or not (names := [name for name in used if name in theirs]):
             return None
         found = fit(used, theirs, names)
-        return found.factor if found.residual <= CLOSE and found.factor > 0 else None
+        return found.factor if found.residual <= MAX_RESIDUAL and found.factor > 0 else None
 
     def noise(self, step: JointStep) -> dict[str, float]:
         """Return the rounding noise of a step by parameter; empty if it was not measured."""
@@ -218,7 +218,7 @@ def significant(ours: Vectors, theirs: Vectors) -> list[str]:
         if name in theirs
     }
     largest = max(norms.values(), default=0.0)
-    return [name for name, norm in norms.items() if norm > TINY * largest]
+    return [name for name, norm in norms.items() if norm > NEGLIGIBLE_NORM * largest]
 
 
 def _joint(ranks: Sequence[RankFacts], optimizer: int, index: int) -> JointStep | None:

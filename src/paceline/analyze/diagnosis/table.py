@@ -1,0 +1,38 @@
+"""All causes of lost time, and all indicators of one: those of each module of ``rules/``."""
+
+from .descriptions import CauseKind, Indicator
+from .rules import (
+    compute,
+    exchange,
+    exchange_parts,
+    inputs,
+    layouts,
+    lines,
+    operators,
+    ranks,
+    script,
+)
+
+# By id, in the order of docs/reference/causes.md.
+CAUSES: dict[str, CauseKind] = {
+    one.id: one
+    for module in (
+        *(inputs, exchange_parts, exchange, layouts, ranks, lines, script, compute, operators),
+    )
+    for one in module.CAUSES
+}
+# By name, in the order of the tables of a diagnosis.
+INDICATORS: dict[str, Indicator] = {
+    one.name: one
+    for one in (
+        *ranks.BARS,
+        *exchange.INDICATORS,
+        *exchange_parts.INDICATORS,
+        *inputs.INDICATORS,
+        *ranks.PHASES,
+        *layouts.INDICATORS,
+        *script.INDICATORS,
+        *ranks.CORES,
+        *compute.INDICATORS,
+    )
+}

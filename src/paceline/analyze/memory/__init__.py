@@ -1,1 +1,0 @@
-"""Memory of the ranks over time."""

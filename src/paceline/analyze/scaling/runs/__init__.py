@@ -1,1 +1,0 @@
-"""From the record of a run to its figures in a scaling study."""
