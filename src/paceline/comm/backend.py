@@ -76,9 +76,6 @@ def open_hierarchy(
     unknown one, if the speed of a link is not a number, or if the racks do not contain one of the
     hosts; RuntimeError of torch's store if a rank is missing.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
-    store = PrefixStore(f"{attempt}/{times}", store)
     own_links, no_link_reason = _own_links()
     rack, mistake = _own_rack()
     own = {
@@ -273,6 +270,7 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     """
     recorder = _recorder
     replica_check.look()
+    options.store = store_of_use(options.store, options.group_rank)
     if recorder is None or not recorder.enabled:
         return _faster(_plain_group(options), options)
     key = announce_check(options.store, str(options.group_id))
@@ -280,6 +278,15 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     measure_wrapper_cost(recorder)
     checks = make_check(group, options.store, key)
     return RecordedGroup(_faster(group, options), str(options.group_id), recorder, checks)
+
+
+def store_of_use(store: Any, rank: int) -> PrefixStore:
+    """Return a store of this use alone: several groups may use one in succession.
+
+    Otherwise a rank would find addresses of the group before.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"{attempt}/{store.add(f'{attempt}/{rank}', 1)}", store)
 
 
 def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:

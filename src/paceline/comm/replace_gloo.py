@@ -50,13 +50,13 @@ def _faster(
     from ..record.hooks.collectives import RecordedGroup
     from ..record.hooks.torch_patches import replace_group
     from . import replica_check
-    from .backend import over_memory
+    from .backend import over_memory, store_of_use
     from .shared_memory_group import SharedMemoryGroup
 
     replica_check.look()
     name = str(c10d._world.pg_names[group])
-    prefixed = c10d.PrefixStore(f"paceline/shared/{name}", store)
     inner = group.inner if isinstance(group, RecordedGroup) else group
+    prefixed = store_of_use(c10d.PrefixStore(f"paceline/shared/{name}", store), inner.rank())
     faster, why = over_memory(inner, prefixed, timeout or c10d.default_pg_timeout, members)
     if why:
         turned.not_done(why)

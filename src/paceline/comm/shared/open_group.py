@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
-
 from ...cluster.topology.local_resources import parse_ranges
 from ...cluster.topology.topology import read_sysfs_int
 from ...record.ring.launcher_messages import notify
@@ -106,9 +104,6 @@ def open_kernel(
     sockets is set on some ranks only.
     """
     socket = _own_socket()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
-    store = PrefixStore(f"{attempt}/{times}", store)
     kernel_class, own_reason = _available_kernel()
     must_match = f"{os.getuid()} {memory.sharing_domain()} {kernel_class.__name__}"
     reason = agree(store, "may", rank, size, own_reason, must_match)

@@ -171,7 +171,8 @@ def _delegated(name: str) -> Callable[..., Any]:
 
 for _name in (
     *("is_completed", "is_success", "exception", "result", "synchronize", "source_rank"),
-    *("block_current_stream", "get_future_result", "boxed", "_get_op_type"),
+    *("block_current_stream", "get_future_result", "boxed", "_get_op_type", "_source_rank"),
+    "_get_duration",
 ):
     if hasattr(dist.Work, _name):
         setattr(RecordedWork, _name, _delegated(_name))
