@@ -1,0 +1,46 @@
+"""Single functions of torch on parts of samples have the results and gradients of whole ones."""
+
+import pytest
+import thread_ranks
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+X = torch.randn(2, 4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def check(*functions, layout="h2", ranks=2):
+    """Compare functions of parts with those of whole samples: values and gradients."""
+
+    def train(world):
+        world.distribute(nn.Conv2d(1, 1, 1), layout=layout, compare=False)
+        for function in functions:
+            leaf, part = X.clone().requires_grad_(), world.part(X)
+            part.local.requires_grad_()
+            expected, found = function(leaf), world.whole(function(part))
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+            weights = torch.randn(expected.shape, dtype=torch.float64)
+            (right,) = torch.autograd.grad((expected * weights).sum(), leaf)
+            (found * weights).sum().backward()
+            torch.testing.assert_close(part.local.grad / ranks, right[part.slices])
+
+    thread_ranks.run(train, ranks)
+
+
+def test_variances_of_complex_numbers_and_of_constants():
+    check(
+        lambda x: (x * (1 + 2j) + x.abs().sqrt()).var((2, 3)),
+        lambda x: torch.fft.fft2(x).std(correction=0),
+        lambda x: (x * 0 + 1).std((2, 3)),  # the gradient is 0, not NaN
+    )
+
+
+@pytest.mark.parametrize("layout", ["h2", "w2"])
+def test_norms_of_spectra_which_are_divided_along_channels(layout):
+    shift, scale = torch.ones(4).double(), torch.arange(4).double() + 1
+    check(
+        lambda x: F.instance_norm(torch.fft.fft2(x).abs()),
+        lambda x: F.instance_norm(torch.fft.fft2(x).abs(), shift, scale, use_input_stats=False),
+        lambda x: F.batch_norm(torch.fft.fft2(x).abs(), shift, scale),
+        layout=layout,
+    )
