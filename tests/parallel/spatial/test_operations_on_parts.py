@@ -44,3 +44,38 @@ def test_norms_of_spectra_which_are_divided_along_channels(layout):
         lambda x: F.batch_norm(torch.fft.fft2(x).abs(), shift, scale),
         layout=layout,
     )
+
+
+def changed(view):
+    """Return a function that changes a view of its input in place, or a copy."""
+
+    def function(x):
+        x = x * 1
+        view(x).mul_(2)
+        return x
+
+    return function
+
+
+def test_padding_by_nothing_is_a_copy():
+    check(
+        changed(lambda x: F.pad(x, (0, 0, 0, 0))),
+        changed(lambda x: F.pad(x, (-1, 0))),
+        layout="w2",
+    )
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.flatten(1)[:, :7], lambda x: x.view(-1)[3:].unsqueeze(0)]
+)
+def test_views_of_a_gathered_copy_are_not_changed_in_place(view):
+    with pytest.raises(ValueError, match=r"mul_ would change a gathered copy .*HINT"):
+        check(changed(view))
+
+
+def test_factors_by_name():
+    check(
+        lambda x: F.pixel_shuffle(x, upscale_factor=2),
+        lambda x: F.pixel_unshuffle(F.interpolate(x, (6, 10)), downscale_factor=2),
+        lambda x: F.channel_shuffle(x, groups=2),
+    )
