@@ -79,3 +79,42 @@ def test_factors_by_name():
         lambda x: F.pixel_unshuffle(F.interpolate(x, (6, 10)), downscale_factor=2),
         lambda x: F.channel_shuffle(x, groups=2),
     )
+
+
+def test_random_numbers_are_equal_where_ranks_hold_the_same_part():
+    def train(world):
+        torch.manual_seed(0)
+        world.distribute(nn.Conv2d(1, 1, 1), layout="h2 x w2", compare=False)
+        rows = world.part(torch.ones(1, 1, 200, 4)).mean(3)  # divided along the height only
+        attended = F.scaled_dot_product_attention(*[rows.flatten(0, 1)[..., None]] * 3, None, 0.5)
+        return F.dropout(rows).local, attended.local
+
+    found = thread_ranks.run(train, 4)
+    for one, (a, b, c, d) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(a, b), one
+        assert torch.equal(c, d), one
+        assert not torch.equal(a, c), one
+
+
+def test_attention_that_pytorch_refuses_is_refused():
+    attend = F.scaled_dot_product_attention
+    wrong = [
+        (lambda x: attend(x, x[:, :2], x[:, 2:]), "must match|expanded size"),
+        (lambda x: causal(x.flatten(2).transpose(1, 2)), "Need attn_mask"),
+    ]
+
+    def causal(tokens):
+        layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
+        return layer(tokens, tokens, tokens, is_causal=True)[0]
+
+    for function, message in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            check(lambda x, f=function: x if type(x) is torch.Tensor else f(x))
+
+
+def test_products_of_one_row():
+    check(
+        lambda x: x[:, :, 2:3].movedim(2, 0) @ torch.ones(5, 2, 5, 3).double(),
+        lambda x: torch.einsum("bchw,bchw->bcw", x[:, :, 2:3], x),
+        lambda x: x[:, :, 2:3].transpose(-1, -2) @ x[:, :, 3:4],
+    )
