@@ -118,3 +118,12 @@ def test_products_of_one_row():
         lambda x: torch.einsum("bchw,bchw->bcw", x[:, :, 2:3], x),
         lambda x: x[:, :, 2:3].transpose(-1, -2) @ x[:, :, 3:4],
     )
+
+
+def test_outputs_of_a_model_are_plain_tensors():
+    def train(world):
+        flat = world.distribute(nn.Flatten(), layout="h2")(X)
+        assert type(flat) is torch.Tensor
+        torch.testing.assert_close(flat.mul_(2), X.flatten(1) * 2)
+
+    thread_ranks.run(train)

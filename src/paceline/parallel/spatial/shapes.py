@@ -80,6 +80,11 @@ class GatheredView(torch.Tensor):
         return tensor.as_subclass(GatheredView) if is_view and tensor is not self else tensor
 
 
+def without_guard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a gathered view as a plain tensor, and another tensor as it is."""
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, GatheredView) else tensor
+
+
 @rule_for(*named_functions("narrow", "index_select"))
 def picked(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Pick from a dim that is not divided, or a range of one that is."""
