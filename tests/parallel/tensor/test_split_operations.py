@@ -139,6 +139,8 @@ def test_views_follow_the_parts():
     check(lambda x: x.view(2, 3, 4, 2).transpose(1, 2), Of(2, 3, 8, dim=2), is_split=True)
     check(lambda x: x.view(2, 3, 3, 4, 2), Of(2, 3, 24, dim=2, blocks=3), is_split=True)
     check(lambda x: x.chunk(3, -1)[1], Of(2, 3, 24, dim=2, blocks=3), is_split=True)
+    check(lambda x: x.chunk(chunks=3, dim=-1)[1], Of(2, 3, 24, dim=2, blocks=3), is_split=True)
+    check(lambda x: torch.split(x, dim=1, split_size_or_sections=2)[0], Of(2, 4, 6, dim=2))
     check(lambda x: x.split(8, 2)[2], Of(2, 3, 24, dim=2, blocks=3), is_split=True)
     check(lambda x: x.split(8, 2)[2], Of(2, 3, 24, dim=2), is_split=False)
     check(lambda x: x.view(2, 3, 3, 8), Of(2, 3, 24, dim=2), is_split=False)  # 3 heads on 2 ranks

@@ -49,6 +49,8 @@ def multi_head_attention(
         return NO_RULE
     if query.dim() != 3 or in_proj_weight is None:
         return NO_RULE
+    if is_causal and attn_mask is None:  # PyTorch's own error
+        return NO_RULE
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     projected: list[Any] = []
     for x, w, b in zip((query, key, value), in_proj_weight.chunk(3), biases, strict=True):

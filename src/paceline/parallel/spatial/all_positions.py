@@ -101,7 +101,8 @@ def attention(
     assert isinstance(query, SplitTensor)
     options["dropout_p"] = dropout_p
     with own_random_numbers(query) if dropout_p else nullcontext():
-        if all(_has_heads(one, query) for one in given):
+        has_groups = bool(options.get("enable_gqa"))
+        if all(_has_heads(one, query, has_groups) for one in given):
             parts = [one.redivided(rows, rows - 1) for one in given]
             heads = parts[0].parts
             if attn_mask is not None:
@@ -124,12 +125,14 @@ def attention(
     return query.like(local, own)
 
 
-def _has_heads(tensor: Any, query: SplitTensor) -> bool:
+def _has_heads(tensor: Any, query: SplitTensor, has_groups: bool) -> bool:
     """Return whether heads [..., heads, rows, features] of a tensor can be divided."""
     rows, heads = tensor.dim() - 2, tensor.dim() - 3
     if not isinstance(tensor, SplitTensor) or tensor.dim() != query.dim() or heads < 0:
         return False
     if tensor.parts.keys() != {rows} or tensor.parts[rows].axis != query.parts[rows].axis:
+        return False
+    if tensor.size(heads) != query.size(heads) and not has_groups:
         return False
     return bool(tensor.size(heads) % tensor.parts[rows].ranks == 0)
 

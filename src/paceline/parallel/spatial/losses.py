@@ -97,11 +97,15 @@ def class_loss(func: Any, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def own_random_numbers(values: SplitTensor) -> Iterator[None]:
-    """Draw numbers that differ between the ranks of a sample; the common stream goes on equally."""
+    """Draw numbers that differ between parts, and are equal on ranks that hold the same part.
+
+    The common stream goes on equally.
+    """
+    offset = values.groups.offset({one.axis for one in values.parts.values()})
     seed = int(torch.randint(1 << 62, ()).item())
     devices = [values.device] if values.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (values.groups.offset + 1)) % (1 << 63))
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (offset + 1)) % (1 << 63))
         yield
 
 
@@ -128,9 +132,10 @@ def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     if options.get("training") is False:
         return values.like(func(values.local, *args, **options))
     if values.groups.is_compared:
-        whole = func(values.whole().clone(), *args, **options)
+        given = values.whole().clone()
+        whole = func(given, *args, **options)
         part = part_of(whole, values.parts, values.groups)
-        is_changed = func.__name__.endswith("_") or options.get("inplace")
+        is_changed = whole is given
         return pointwise(torch.Tensor.copy_, values, part) if is_changed else values.like(part)
     with own_random_numbers(values):
         result = func(values.local, *args, **options)

@@ -71,11 +71,18 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
         correction = int(True if unbiased is None else unbiased)
     count = prod(values.size(one) for one in dims)
     group = values.groups.over(values.parts, dims)
-    mean = sum_over(values.local.sum(dims, keepdim=True), group) / count
-    squares = (values.local - mean).square().sum(dims, keepdim=keepdim)
-    spread = sum_over(squares, group) / max(count - correction, 0)
+    func(torch.ones(2, dtype=values.dtype))  # PyTorch's own error
+    local = wide(values.local)
+    deviations = local - sum_over(local.sum(dims, keepdim=True), group) / count
+    squares = deviations.square()
+    if deviations.is_complex():
+        squares = deviations.real.square() + deviations.imag.square()
+    spread = sum_over(squares.sum(dims, keepdim=keepdim), group) / max(count - correction, 0)
     if func.__name__ == "std":
-        spread = spread.sqrt()
+        is_zero = spread == 0  # where PyTorch's gradient is 0
+        spread = spread.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
+    if values.is_floating_point():
+        spread = spread.to(values.dtype)
     return values.like(spread, _parts_after(values, dims, keepdim))
 
 
@@ -87,7 +94,7 @@ def extreme(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     return untouched(func, values, *args, **options) if args or options else func(values.whole())
 
 
-@rule_for(F.batch_norm, torch.batch_norm)
+@rule_for(F.batch_norm)
 def batch_norm(
     func: Any,
     values: SplitTensor,
@@ -100,11 +107,11 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Normalize each channel with the statistics of the whole batch."""
+    if any(dim < 2 for dim in values.parts):
+        raise refused("batch normalization got samples or channels of a tensor", ".whole() first")
     if not training:
         given = (running_mean, running_var, weight, bias, False, momentum, eps)
         return values.like(F.batch_norm(values.local, *given))
-    if any(dim < 2 for dim in values.parts):
-        raise refused("batch normalization got samples or channels of a tensor", ".whole() first")
     number = values.numel() // values.size(1)
     if number <= 1:
         raise ValueError(
@@ -227,7 +234,7 @@ def _of_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return vector.view(-1, *[1] * (values.dim() - 2))
 
 
-@rule_for(F.instance_norm, torch.instance_norm)
+@rule_for(F.instance_norm)
 def instance_norm(
     func: Any,
     values: SplitTensor,
@@ -241,6 +248,10 @@ def instance_norm(
     *_: Any,
 ) -> Any:
     """Normalize each channel of each sample over all positions."""
+    if any(dim < 2 for dim in values.parts):
+        raise refused(
+            "instance normalization got samples or channels of a tensor", ".whole() first"
+        )
     if not use_input_stats:
         given = (running_mean, running_var, weight, bias, False, momentum, eps)
         return values.like(F.batch_norm(values.local, *given))

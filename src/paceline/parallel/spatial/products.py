@@ -63,6 +63,7 @@ def _divided_labels(
         for operand, own in zip(operands, labels, strict=True)
         if isinstance(operand, SplitTensor)
         for dim, partition in operand.parts.items()
+        if partition.rows > 1  # one row may be broadcast
         for label in (own[dim],)
     ]
     divided: dict[Hashable, Partition] = {}

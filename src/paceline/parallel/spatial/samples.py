@@ -130,7 +130,7 @@ class LoadedParts:
     def checks(self, i: int) -> bool:
         """Return whether this rank compares the checksum of a sample: one of its ranks does."""
         ranks = prod(len(line.ranks) for line in self.groups.lines.values())
-        return i % ranks == self.groups.offset
+        return i % ranks == self.groups.offset()
 
     def assemble(self, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return parts of samples, or of labels, as a tensor of the whole ones."""

@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...cost.layout_memory import size_text
 from ..divided import views
-from ..divided.divided_tensor import NO_RULE, divided_tensors, named_functions
+from ..divided.divided_tensor import NO_RULE, divided_tensors, each_tensor, named_functions
 from ..divided.module_names import layer
 from .exchange import fetch, rows_of
 from .partition import Partition
@@ -70,7 +70,19 @@ class GatheredView(torch.Tensor):
                 f"{name} would change a gathered copy of a tensor", "y = x * 2, not x *= 2"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **options)
+            found = func(*args, **options)
+            own = args[0] if args and isinstance(args[0], cls) else None
+            return found if own is None else each_tensor(found, own._as_own_view)
+
+    def _as_own_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a result as a tensor of this class if it is a view of this one."""
+        is_view = tensor.untyped_storage().data_ptr() == self.untyped_storage().data_ptr()
+        return tensor.as_subclass(GatheredView) if is_view and tensor is not self else tensor
+
+
+def without_guard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a gathered view as a plain tensor, and another tensor as it is."""
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, GatheredView) else tensor
 
 
 @rule_for(*named_functions("narrow", "index_select"))
@@ -129,8 +141,9 @@ def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor
 
 @rule_for(torch.pixel_shuffle, F.pixel_shuffle, torch.pixel_unshuffle, F.pixel_unshuffle,
          F.channel_shuffle, torch.channel_shuffle)  # fmt: skip
-def shuffled(func: Any, values: SplitTensor, factor: int) -> Any:
+def shuffled(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Move channels into positions and back; rows stay with their neighbours."""
+    (factor,) = (*args, *options.values())
     count = values.dim()
     name = func.__name__
     if any(dim < count - 2 for dim in values.parts) and name != "channel_shuffle":

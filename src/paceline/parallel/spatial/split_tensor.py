@@ -4,7 +4,7 @@ A function of torch without a rule is refused, but for tensors that an operation
 differently from its input (``SplitTensor.is_free``): these are gathered.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -82,12 +82,12 @@ class SpatialGroups:
         dist.all_gather(found, own, group=self.all)
         return {rank: int(one) for rank, one in zip(ranks, found, strict=True)}
 
-    @property
-    def offset(self) -> int:
-        """A number that differs between the ranks that share a sample."""
+    def offset(self, axes: Container[str] | None = None) -> int:
+        """Return a number that differs between the ranks along some axes; None: along all."""
         number = 0
-        for line in self.lines.values():
-            number = number * len(line.ranks) + line.place
+        for axis, line in self.lines.items():
+            if axes is None or axis in axes:
+                number = number * len(line.ranks) + line.place
         return number
 
 

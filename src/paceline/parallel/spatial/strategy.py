@@ -36,6 +36,7 @@ from . import all_positions, convolution, losses, norms, products, resampling, s
 from .exchange import summed
 from .partition import FROM_END
 from .samples import AXES, check_same, spatial_groups, split_inputs
+from .shapes import without_guard
 from .split_tensor import SpatialGroups, SplitTensor
 
 SIDES = {1: 4096, 2: 128, 3: 32}  # of a corner, by the number of dims of positions
@@ -244,6 +245,7 @@ class SpatialModel(DistributedModel):
         self._request = request
         self._compared: set[bool] = set()  # training, evaluation
         self.module.register_forward_pre_hook(UncopiedHook(self._split_inputs), with_kwargs=True)
+        self.module.register_forward_hook(UncopiedHook(_plain_outputs))
 
     @property
     def called(self) -> nn.Module:
@@ -268,6 +270,11 @@ class SpatialModel(DistributedModel):
             line = compare_parts(module, self.groups, args, options, takes_gradients)
             self._request.say(line)
         return split_inputs(args, self.groups), split_inputs(options, self.groups)
+
+
+def _plain_outputs(_: Any, args: Any, outputs: Any) -> Any:
+    """Return outputs that the script may change in place, and save."""
+    return each_tensor(outputs, without_guard)
 
 
 def _gather_inputs(_: Any, args: Any, options: Any) -> Any:

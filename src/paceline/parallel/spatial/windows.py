@@ -330,4 +330,6 @@ def pad(
         local = func(local, rest, mode, value)
     elif any(rest):  # other modes refuse a rank without rows
         local = F.pad(local, rest)
+    if local.untyped_storage().data_ptr() == values.local.untyped_storage().data_ptr():
+        local = local.clone()  # the model may change it in place
     return values.like(local, parts)

@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     ):
         return NO_RULE
     if dropout_p > 0.0:  # the mask of dropout must be that of one process
-        if enable_gqa:
+        if enable_gqa or (is_causal and attn_mask is not None):  # the latter: PyTorch's error
             return NO_RULE
         return attention_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
     split, axis = query.division, query.axis

@@ -14,11 +14,13 @@ from ..splits import Split
 
 
 @rule_for(*named_functions("chunk", "split", "tensor_split"))
-def divide(func: Any, x: SplitTensor, how: Any, dim: int = 0) -> Any:
+def divide(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
     """Divide a dim into parts: another dim, or the blocks of the divided one."""
-    dim %= x.dim()
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim()
     if dim != x.division.dim:
-        return untouched(func, x, how, dim)
+        return untouched(func, x, *args, **kwargs)
+    names = [name for name in kwargs if name != "dim"]  # "chunks", "split_size", ...
+    how = args[0] if args else kwargs[names[0]] if names else None
     extent, blocks = x.shape[dim], x.division.blocks
     if isinstance(how, (list, tuple)):
         if len(set(how)) != 1 or sum(how) != extent:
