@@ -233,6 +233,30 @@ def test_example_trains_on_two_hosts(hosts, backend):
     assert accuracy_of(done.stdout) > 0.95
 
 
+DIFFERENT = """
+import horovod.keras as hvd
+import keras
+import numpy as np
+
+hvd.init()
+n = 4 + hvd.rank()
+x = np.ones((8, n), "float32")
+model = keras.Sequential([keras.layers.Input((n,)), keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+model.fit(x, x[:, :1], verbose=0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_models_of_different_shapes_are_an_error(tmp_path, backend):
+    script = ranks.write(tmp_path, DIFFERENT)
+    done = ranks.run(script, check=False, timeout=120, KERAS_BACKEND=backend, **QUIET)
+    assert done.returncode
+    summary = done.stderr[done.stderr.rindex("paceline: rank") :]
+    assert "failed: HorovodInternalError: ranks disagree about allreduce" in summary
+    assert "mismatched shapes: rank 0 has [4, 1], rank 1 has [5, 1]. HINT: " in summary
+
+
 WRONG = """
 import ddl
 import keras
