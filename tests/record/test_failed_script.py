@@ -1,10 +1,12 @@
 """The report of a script that fails says so, and how long the start-up took."""
 
+import pytest
 import ranks
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
-from paceline.record.hooks.error_messages import explain_error, summarize_error
+from paceline.record.hooks import error_messages
+from paceline.record.hooks.error_messages import explain_error, format_error, summarize_error
 from paceline.report.terminal.run_report import render
 
 FAILS_EARLY = """
@@ -42,3 +44,27 @@ def test_two_ranks_on_one_gpu_are_named_with_the_way_out():
     assert "HINT: start at most one rank for each GPU" in text
     assert summarize_error(RuntimeError(NCCL)).startswith("RuntimeError: NCCL refuses two ranks")
     assert explain_error(RuntimeError("another")) is None
+
+
+class WrappedError(Exception):
+    """An error of another library, with a text of many lines."""
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("ranks disagree about 'x'", "RuntimeError: ranks disagree about 'x'"),
+        ("'x' can't continue: rank 1 has died", "'x' can't continue: rank 1 has died, in "),
+    ],
+)
+def test_summary_is_that_of_the_error_which_another_library_has_wrapped(monkeypatch, text, summary):
+    cause = RuntimeError(text)
+    find = {WrappedError: cause}
+    monkeypatch.setattr(error_messages, "causes", [lambda error: find.get(type(error))])
+    with pytest.raises(WrappedError) as caught:
+        raise WrappedError("Graph execution error:\n\n...")
+    assert summarize_error(caught.value).startswith(summary)
+    place, last = format_error(caught.value).split("error: ")
+    assert "test_failed_script.py" in place
+    assert last == f"{text}\n"
+    assert summarize_error(KeyError("a")) == "KeyError: 'a'"

@@ -55,6 +55,14 @@ def test_healthy_memory_is_no_growth(tmp_path, name):
     assert find_growth([rank.record()]) == []
 
 
+def test_imports_before_the_first_step_are_no_growth(tmp_path):
+    rank = Rank(tmp_path, 0, 1)
+    for second in range(17):
+        at, mib = 1000 * second, 240 + 16 * second
+        rank.was(State.MEMORY, at, at, amount=mib * MIB, peer=Memory.HOST, step=max(second - 13, 0))
+    assert find_growth([rank.record()]) == []
+
+
 @pytest.mark.parametrize(
     "series",
     [

@@ -452,6 +452,19 @@ def broadcast_reaches_ranks_whose_optimizer_is_built_later(rank, size):
 
 
 @case
+def optimizer_may_be_wrapped_after_steps(rank, size):
+    """TensorFlow has compiled a step without the exchange then."""
+    model = model_of(keras.optimizers.SGD(0.1), seed=rank)
+    x, y = samples(4)
+    x, y = x[rank::size], y[rank::size]
+    train(model, x, y)
+    hvd.DistributedOptimizer(model.optimizer)
+    train(model, x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    sums = hvd.allgather_object([float(np.sum(w)) for w in model.get_weights()])
+    np.testing.assert_allclose(sums, [sums[0]] * size, 1e-6)
+
+
+@case
 def broadcast_of_different_models_is_an_error(rank, size):
     if size > 1:
         units = 3 + rank

@@ -3,14 +3,17 @@
 Cases of ``both`` run eagerly and inside ``tf.function``.
 """
 
+import importlib
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from case_runner import raises, run_cases
 
 import paceline.compat.horovod.tensorflow as hvd
 from paceline.compat.horovod.common.exceptions import HorovodInternalError
+from paceline.compat.horovod.tensorflow_ops import library
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64)
@@ -559,6 +562,18 @@ def xla_is_refused(rank, size):
 @case
 def unknown_reduction_is_refused(rank, size):
     raises(ValueError, "is not a reduction", hvd.allreduce, own(rank), op=17)
+
+
+@case
+def copies_of_gpus_are_said_once_in_a_job(rank, size):
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0"])
+        patch.setattr(library, "notify", said.append)
+        hvd.init()
+        importlib.import_module("paceline.compat.ddl.callbacks")
+    assert len(said) == (0 if rank else 2), said
+    assert all("copied from the GPU" in text and "HINT: " in text for text in said)
 
 
 if __name__ == "__main__":

@@ -224,13 +224,51 @@ def test_top_shows_a_running_job(tmp_path, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "tensorflow"])
-def test_example_trains_on_two_hosts(hosts, backend):
-    folder = hosts.new_folder()
-    shutil.copy(EXAMPLES / "digits_horovod.py", folder)
-    variables = ranks.environment(KERAS_BACKEND=backend, **QUIET)
-    words = [ranks.PACELINE, "run", "-n", 2, "-H", "host1:1,host2:1", "digits_horovod.py"]
-    done = hosts.run("host0", *words, cwd=folder, env=variables, timeout=300)
+def test_digits_train_on_two_hosts(hosts, backend):
+    done, _ = train_on_two_hosts(hosts, backend, "digits_horovod.py")
     assert accuracy_of(done.stdout) > 0.95
+
+
+def test_bands_train_on_two_hosts(hosts):
+    words = [f"--{name}={value}" for name, value in (SMALL | {"read-ms": 1}).items()]
+    done, folder = train_on_two_hosts(hosts, "tensorflow", "bands.py", *words)
+    assert "epoch 3: " in done.stdout
+    figures = json.loads((folder / "figures.json").read_text())
+    assert figures["steps"] == SMALL["steps"] * SMALL["epochs"]
+    assert figures["unmatched"] == 0
+
+
+def train_on_two_hosts(hosts, backend, script, *words):
+    folder = hosts.new_folder()
+    shutil.copy(EXAMPLES / script, folder)
+    variables = ranks.environment(KERAS_BACKEND=backend, **QUIET)
+    options = ["-n", 2, "-H", "host1:1,host2:1", "--record", "record", "--json=figures.json"]
+    command = [ranks.PACELINE, "run", *options, script, *words]
+    return hosts.run("host0", *command, cwd=folder, env=variables, timeout=300), folder
+
+
+DIFFERENT = """
+import horovod.keras as hvd
+import keras
+import numpy as np
+
+hvd.init()
+n = 4 + hvd.rank()
+x = np.ones((8, n), "float32")
+model = keras.Sequential([keras.layers.Input((n,)), keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+model.fit(x, x[:, :1], verbose=0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_models_of_different_shapes_are_an_error(tmp_path, backend):
+    script = ranks.write(tmp_path, DIFFERENT)
+    done = ranks.run(script, check=False, timeout=120, KERAS_BACKEND=backend, **QUIET)
+    assert done.returncode
+    summary = done.stderr[done.stderr.rindex("paceline: rank") :]
+    assert "failed: HorovodInternalError: ranks disagree about allreduce" in summary
+    assert "mismatched shapes: rank 0 has [4, 1], rank 1 has [5, 1]. HINT: " in summary
 
 
 WRONG = """

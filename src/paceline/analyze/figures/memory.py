@@ -1,8 +1,9 @@
 """Memory that grows steadily: its rate with an interval, and when it ends the job.
 
-A series is divided into blocks of equal length, after warm-up. Memory grows if both the minimum
-and the maximum of the blocks rise from each block to the next, and as fast at the end as at the
-beginning: a cache that fills up slows down, and epochs that go up and down return to their minimum.
+A series begins with the first step, and is divided into blocks of equal length, after warm-up.
+Memory grows if both the minimum and the maximum of the blocks rise from each block to the next, and
+as fast at the end as at the beginning: a cache that fills up slows down, and epochs that go up and
+down return to their minimum.
 """
 
 from dataclasses import dataclass, replace
@@ -73,6 +74,8 @@ def find_growth(records: list[Record]) -> list[MemoryGrowth]:
     found = []
     for record in records:
         rows = record.events_in(State.MEMORY)
+        if rows["step"].max(initial=0):  # imports before the first step take memory as well
+            rows = rows[rows["step"] > 0]
         for kind, (own, left) in _KINDS.items():
             used, rest = rows[rows["peer"] == own], rows[rows["peer"] == left]
             slope = steady_slope(used["end"] / 1e9, used["amount"].astype(np.float64))

@@ -4,9 +4,11 @@ from typing import Any
 
 from ..horovod.keras.callback_order import other_callbacks
 from ..horovod.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from ..horovod.keras.operations import report_devices
 from ..horovod.keras.optimizer import DistributedOptimizer, is_distributed
 
 _FIRST_AND_LAST = "HINT: callbacks=[ddl.DDLCallback(), ..., ddl.DDLGlobalVariablesCallback()]"
+report_devices()  # import ddl has initialized this rank, without Keras
 
 
 class DDLCallback(MetricAverageCallback):

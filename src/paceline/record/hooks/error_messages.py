@@ -15,6 +15,9 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 # Functions that return a better text for an exception, or None. Each part that knows more than the
 # exception adds its own.
 explanations: list[Callable[[BaseException], str | None]] = []
+# Functions that return the exception of Paceline that another library has turned into one of its
+# own, with a text of many lines; None for other exceptions.
+causes: list[Callable[[BaseException], BaseException | None]] = []
 
 # Parts of exception texts that a rank raises after a peer process has ended. Such a failure is a
 # consequence of the peer's failure, not its cause.
@@ -106,38 +109,48 @@ def _explain_shared_gpu(error: BaseException) -> str | None:
     )
 
 
+def _cause_of(error: BaseException) -> BaseException | None:
+    """Return the exception of Paceline that another library has turned into this one, or None."""
+    return next((cause for find in causes if (cause := find(error)) is not None), None)
+
+
 def summarize_error(error: BaseException) -> str:
     """Return the type of an exception and the first line of its text, or of its explanation.
 
     The text for an exception that only shows that another rank has ended has no type, but the line
     of the script.
     """
-    explanation = explain_error(error)
-    gone = None if explanation else describe_peer_gone(error)
+    cause = _cause_of(error) or error
+    explanation = explain_error(cause)
+    gone = None if explanation else describe_peer_gone(cause)
     if gone is not None:
         frames = _script_frames(traceback.extract_tb(error.__traceback__))
         place = f", in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
         return gone + place
-    first = (explanation or str(error)).strip().splitlines()[:1]
-    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+    first = (explanation or str(cause)).strip().splitlines()[:1]
+    return f"{type(cause).__name__}: {first[0]}" if first else type(cause).__name__
 
 
 def format_error(error: BaseException) -> str:
     """Return the text that is shown for an uncaught exception.
 
     This is the traceback without the frames that started the script. Only the line of the script
-    and the message are returned if Paceline raised a ValueError about the user's input, or if the
-    exception shows that another rank has ended. An explanation replaces the text of the exception.
+    and the message are returned if Paceline raised a ValueError about the user's input, if the
+    exception shows that another rank has ended, or if another library raised it because of an
+    exception of Paceline. An explanation replaces the text of the exception.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    explanation = explain_error(error)
+    cause = _cause_of(error)
+    explanation = explain_error(cause or error)
     if explanation:
         return f"{_place(frames)}error: {explanation}\n"
     if isinstance(error, ValueError) and frames and is_internal_file(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
-    gone = describe_peer_gone(error)
+    gone = describe_peer_gone(cause or error)
     if gone is not None:
         return f"{_place(frames)}error: {gone}\n"
+    if cause is not None:
+        return f"{_place(frames)}error: {cause}\n"
     # Every traceback begins with the frames that started the script, which do not help the user.
     outer = error.__traceback__
     while (

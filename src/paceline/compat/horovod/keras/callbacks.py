@@ -13,6 +13,7 @@ from .learning_rate import LearningRateScheduleCallback as LearningRateScheduleC
 from .learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
 from .library import keras
 from .operations import broadcast_variables
+from .optimizer import retrace_without_exchange
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -43,6 +44,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.add(id(variable))
 
     def on_train_begin(self, logs: Any = None) -> None:
+        retrace_without_exchange(self.model)
         if not self.broadcast_done:
             self._send(is_first=True)
 

@@ -17,6 +17,7 @@ from .library import keras
 from .operations import IS_TENSORFLOW, broadcast_variables
 
 if IS_TENSORFLOW:
+    from ..tensorflow_ops.host_calls import error_of_call
     from ..tensorflow_ops.library import tf
 
 
@@ -112,10 +113,11 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
-        except tf.errors.OpError as error:  # of a collective inside tf.function
-            if "HorovodInternalError" not in str(error):
+        except tf.errors.OpError as error:
+            cause = error_of_call(error)  # of a collective inside tf.function
+            if not isinstance(cause, HorovodInternalError):
                 raise
-            raise HorovodInternalError(str(error)) from error
+            raise cause from error
 
     return run_states(translated)
 

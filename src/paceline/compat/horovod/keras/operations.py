@@ -24,6 +24,11 @@ if IS_TENSORFLOW:
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialize this rank, as ``horovod.torch.init``."""
     world.init(*args, **kwargs)
+    report_devices()
+
+
+def report_devices() -> None:
+    """Say once in a job that TensorFlow's tensors of GPUs are copied."""
     if IS_TENSORFLOW:
         library.report_devices(world.current_world().rank)
 

@@ -169,6 +169,19 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMethods)
 
 
+def retrace_without_exchange(model: Any) -> None:
+    """Let TensorFlow trace a model's step again if it has not seen that gradients are exchanged.
+
+    A step that was compiled before ``DistributedOptimizer`` would go on without the exchange.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if is_distributed(optimizer):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if not _state(inner).variables:
+            model.train_function = None
+            model.make_train_function()
+
+
 def _state(optimizer: Any) -> _State:
     state = optimizer.__dict__.get(_STATE)
     if not isinstance(state, _State):

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....record.hooks import error_messages
 from ....record.ring.recorder import waiting_for_this_thread
+from ..core.errors import HorovodInternalError
 from .library import tf
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -32,6 +34,7 @@ _XLA = (
     "no calls of the host. HINT: model.compile(..., jit_compile=False), or "
     "tf.function(jit_compile=False)"
 )
+_last_error: HorovodInternalError | ValueError | None = None  # of a call in a graph
 # numpy's arrays of TensorFlow's inputs are read-only, as they are used here
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
@@ -65,9 +68,17 @@ def call_on_host(
     dtypes = [spec.dtype for spec in outputs]
 
     def call(*arrays: Any) -> list[Any]:
-        with waiting_for_this_thread():
-            results = function(*[_from_array(one) for one in arrays])
-            return [_to_array(one, dtype) for one, dtype in zip(results, dtypes, strict=True)]
+        global _last_error
+        try:
+            with waiting_for_this_thread():
+                results = function(*[_from_array(one) for one in arrays])
+                return [_to_array(one, dtype) for one, dtype in zip(results, dtypes, strict=True)]
+        except HorovodInternalError as error:
+            _last_error = error
+            raise error.with_traceback(None) from None  # TensorFlow's log repeats the traceback
+        except ValueError as error:
+            _last_error = error
+            raise
 
     turn, last = _turn().read_value(), getattr(graph, _LAST, None)
     with tf.control_dependencies([turn] if last is None else [turn, last]):
@@ -78,6 +89,18 @@ def call_on_host(
     for tensor, spec in zip(found if dtypes else (), outputs, strict=True):
         tensor.set_shape(spec.shape)
     return list(found) if dtypes else []
+
+
+def error_of_call(error: BaseException) -> HorovodInternalError | ValueError | None:
+    """Return the error of a call in a graph that TensorFlow has turned into an error of its own.
+
+    None for other errors.
+    """
+    is_of_call = isinstance(error, tf.errors.OpError) and str(_last_error) in str(error)
+    return _last_error if is_of_call else None
+
+
+error_messages.causes.append(error_of_call)
 
 
 @functools.cache
