@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -51,6 +52,21 @@ def circle_in(folder: Path) -> list[str]:
 def test_every_folder_has_a_layer():
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert folders <= set(FLOORS)
+
+
+def test_page_of_the_architecture_lists_every_folder():
+    """Layers in the order in which they import, each with its subfolders."""
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)/` \|(.*)$", page, re.MULTILINE))
+    assert [name for name in rows if name in FLOORS] == FLOORS
+    rows["launch"] += "".join(f"`{name}/`" for name in rows)  # it has a table of its own
+    folders = {path.relative_to(SOURCE).parts[:2] for path in MODULES}
+    missing = [
+        f"{floor}/{folder}"
+        for floor, folder in sorted(folders)
+        if not folder.endswith(".py") and f"`{folder}/" not in rows[floor]
+    ]
+    assert not missing
 
 
 def test_imports_go_only_to_lower_layers():

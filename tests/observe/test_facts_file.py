@@ -39,3 +39,13 @@ def test_damaged_facts_are_an_error_that_names_the_file(tmp_path, change):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=r"facts-1\.json is damaged"):
         read_facts(tmp_path, 1)
+
+
+@pytest.mark.parametrize("kind", ["json", "npz"])
+@pytest.mark.parametrize("keep", [0, 40])
+def test_cut_off_facts_are_an_error_that_names_the_file(tmp_path, kind, keep):
+    write_facts(tmp_path, facts())
+    path = tmp_path / f"facts-1.{kind}"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=rf"facts-1\.{kind} is damaged"):
+        read_facts(tmp_path, 1)

@@ -5,6 +5,7 @@ A rank writes ``facts-RANK.json`` and ``facts-RANK.npz`` into the folder of the 
 """
 
 import json
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,12 +36,18 @@ def read_facts(folder: Path, rank: int) -> RankFacts:
         OSError: A file does not exist.
         ValueError: It is of another version or damaged.
     """
-    path = folder / f"facts-{rank}.json"
-    loaded = json.loads(read_regular(path, MAX_FACTS_MIB << 20))
+    path, arrays_path = (folder / f"facts-{rank}.{kind}" for kind in ("json", "npz"))
+    try:
+        loaded = json.loads(read_regular(path, MAX_FACTS_MIB << 20))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(loaded, dict) or loaded.pop("version", None) != VERSION:
         raise ValueError(f"{path} is not a file of this version of paceline verify")
-    with np.load(folder / f"facts-{rank}.npz", allow_pickle=False) as arrays:
-        sketches = arrays["sketches"]
+    try:
+        with np.load(arrays_path, allow_pickle=False) as arrays:
+            sketches = arrays["sketches"]
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{arrays_path} is damaged: {error}") from None
     try:
         return msgspec.convert(
             loaded | {"sketches": sketches}, RankFacts, dec_hook=lambda kind, value: value
