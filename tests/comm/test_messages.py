@@ -4,6 +4,8 @@ import gc
 import os
 import socket
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -125,8 +127,75 @@ def test_a_send_to_a_rank_that_has_ended_is_an_error():
 
 
 def test_a_receive_ends_after_its_timeout():
-    _, second = pair(timeout=0.1)
+    first, second = pair(timeout=0.1)
+    late, found = torch.zeros(1), torch.zeros(1)
     with pytest.raises(ExchangeError, match=r"rank 4 did not send them within 0\.1 s\. HINT"):
+        second.receive(late, 0, 0).wait()
+    first.send(torch.ones(1), 1, 0)  # is for the next receive
+    second.receive(found, 0, 0).wait()
+    assert (late.item(), found.item()) == (0.0, 1.0)
+
+
+def test_a_receive_from_any_rank_ends_with_the_last_other_one():
+    _, second = pair(lambda _: False)
+    with pytest.raises(ExchangeError, match="can't continue: rank 4 and all others have died"):
+        second.receive(torch.zeros(1), None, 0).wait()
+
+
+def test_a_wait_for_a_send_waits_for_the_receiver_where_memory_is_taken(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_UNRECEIVED_BYTES", 8192)
+    first, second = pair(timeout=60.0)
+    works = [first.send(torch.full((1000,), float(n)), 1, 0) for n in range(3)]
+    assert not any(work.is_completed() for work in works)
+    with pytest.raises(ExchangeError, match=r"send of 4,000 bytes: rank 7 did not receive them"):
+        works[2].wait(timedelta(milliseconds=1))
+    found = torch.zeros(1000)
+    second.receive(found, 0, 0).wait()
+    assert works[2].wait()
+    del works
+    waiting = threading.Thread(target=first.send(torch.ones(1000), 1, 0).wait)
+    waiting.start()
+    second.receive(found, 0, 0).wait()
+    waiting.join(30.0)
+    assert not waiting.is_alive()
+    assert found[0] == 1
+
+
+def test_ranks_that_end_do_not_wait_for_each_other():
+    first, second = pair(timeout=60.0)
+    for _ in range(1000):
+        first.send(torch.ones(1), 1, 0)
+        second.send(torch.ones(1), 0, 0)
+    ending = [
+        threading.Thread(target=lambda o=one: (o.flush(), o.close())) for one in (first, second)
+    ]
+    for one in ending:
+        one.start()
+    for one in ending:
+        one.join(30.0)
+        assert not one.is_alive()
+
+
+def test_places_of_many_messages_are_free_again():
+    first, second = pair()
+    for _ in range(1000):
+        first.send(torch.ones(1), 1, 0)
+    for _ in range(1000):  # more than the socket of the sender has room for
+        second.receive(torch.zeros(1), 0, 0).wait()
+    outbox = first._outboxes[1]
+    deadline = time.monotonic() + 30.0
+    while outbox._unreceived and time.monotonic() < deadline:
+        outbox.take_freed()
+    assert (outbox._unreceived, outbox._unreceived_bytes) == ({}, 0)
+
+
+def test_a_receiver_without_descriptors_says_so(monkeypatch):
+    first, second = pair()
+    monkeypatch.setattr(
+        socket, "recv_fds", lambda *_: (messages._HELLO.pack(0), [], socket.MSG_CTRUNC, None)
+    )
+    first.send(torch.ones(1), 1, 0)
+    with pytest.raises(ExchangeError, match=r"Too many open files\. HINT: ulimit -n"):
         second.receive(torch.zeros(1), 0, 0).wait()
 
 

@@ -73,8 +73,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         share_backends(self, inner)
 
     def settle(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for pending collectives; called before the group is destroyed."""
+        """Wait before the group is destroyed: up to ``seconds`` for pending collectives.
+
+        Messages that no socket has room for are waited for up to the group's timeout.
+        """
         self._worker.close(seconds)
+        if self._messages is not None:
+            self._messages.flush()
 
     # Methods that torch calls.
 
@@ -181,8 +186,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._messages is None or not _are_messages(tensors):
             return self.inner.send(tensors, peer, tag)
         self._check_process()
-        self._messages.send(tensors[0], peer, tag)
-        return CompletedWork(list(tensors))
+        return self._messages.send(tensors[0], peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int) -> dist.Work:
         if self._messages is None or not _are_messages(tensors):
