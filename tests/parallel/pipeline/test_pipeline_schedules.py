@@ -1,9 +1,12 @@
 """Schedules: complete, without deadlocks, and with the idle time of the formula."""
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.cost.pipeline import chunks_of, idle_share
 from paceline.parallel.pipeline.execution.schedules import SCHEDULES
+from paceline.parallel.pipeline.execution.split_backward import SplitBackward
 
 # time of a computation: a backward takes two forwards
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -69,3 +72,17 @@ def test_1f1b_and_zero_bubble_hold_as_many_micro_batches_as_stages(stages):
             held += {"F": 1, "B": -1, "W": -1, "I": 0}[kind]
             most = max(most, held)
         assert most <= stages
+
+
+def test_a_backward_in_two_parts_of_an_output_that_computes_another_one():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    parameters = [*first.parameters(), *second.parameters()]
+    leaf = torch.randn(2, 3, requires_grad=True)
+    sent = first(leaf).relu()
+    outputs, gradients = [sent, second(sent)], [torch.randn(2, 3), torch.randn(2, 3)]
+    wanted = torch.autograd.grad(outputs, [leaf, *parameters], gradients, retain_graph=True)
+    split = SplitBackward(outputs, gradients, [leaf])
+    split.of_inputs(iter(parameters))
+    assert all(one.grad is None for one in parameters)
+    split.of_parameters(iter(parameters))
+    torch.testing.assert_close([leaf.grad, *(one.grad for one in parameters)], list(wanted))

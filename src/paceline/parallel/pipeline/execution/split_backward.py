@@ -49,9 +49,10 @@ class SplitBackward:
         if not reaching:
             return
         relayed = {id(leaf) for leaf in self._leaves}
-        # PyTorch detaches the outputs in place, which neither leaves nor views allow
-        outputs = [t.view_as(t) if id(t) in relayed else t for t, _ in reaching]
-        outputs = [t * 1 if t._is_view() else t for t in outputs]
+        # PyTorch detaches the outputs in place, which neither leaves nor views allow, nor operations
+        # that compute another output from one and have saved it
+        several = len(reaching) > 1
+        outputs = [t * 1 if several or id(t) in relayed or t._is_view() else t for t, _ in reaching]
         gradients: Any = [g for _, g in reaching] if self._gradients is not None else None
         weights = (p for p in parameters if p.requires_grad)
         _, self._groups = stage_backward_input(outputs, gradients, self._leaves, weights)
