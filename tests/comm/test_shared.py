@@ -111,6 +111,10 @@ GROUPS = """
             dist.send(x, 1)
         else:
             assert (dist.recv(x), x.item()) == (0, turn)
+        group = dist.new_group([0, 1] if turn else [0])  # all of them have the same name
+        if rank == 0 or turn:
+            dist.barrier(group)
+        del group
     x = torch.tensor([os.getpid()])
     if rank == 0:  # more messages than a socket has room for, at the end of this rank
         for _ in range(2000):

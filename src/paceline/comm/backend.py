@@ -270,7 +270,7 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     """
     recorder = _recorder
     replica_check.look()
-    options.store = store_of_use(options.store, options.group_rank)
+    options.store = store_of_use(options.store, options.group_size)
     if recorder is None or not recorder.enabled:
         return _faster(_plain_group(options), options)
     key = announce_check(options.store, str(options.group_id))
@@ -280,13 +280,14 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
     return RecordedGroup(_faster(group, options), str(options.group_id), recorder, checks)
 
 
-def store_of_use(store: Any, rank: int) -> PrefixStore:
-    """Return a store of this use alone: several groups may use one in succession.
+def store_of_use(store: Any, size: int) -> PrefixStore:
+    """Return a store of this use alone: groups of other members may use one in succession.
 
-    Otherwise a rank would find addresses of the group before.
+    Otherwise a rank would find addresses of the group before. All members come before one of them
+    creates the next group.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"{attempt}/{store.add(f'{attempt}/{rank}', 1)}", store)
+    kind = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
+    return PrefixStore(f"{kind}/{(store.add(kind, 1) - 1) // size}", store)
 
 
 def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:

@@ -56,7 +56,7 @@ def _faster(
     replica_check.look()
     name = str(c10d._world.pg_names[group])
     inner = group.inner if isinstance(group, RecordedGroup) else group
-    prefixed = store_of_use(c10d.PrefixStore(f"paceline/shared/{name}", store), inner.rank())
+    prefixed = store_of_use(c10d.PrefixStore(f"paceline/shared/{name}", store), inner.size())
     faster, why = over_memory(inner, prefixed, timeout or c10d.default_pg_timeout, members)
     if why:
         turned.not_done(why)

@@ -49,8 +49,8 @@ class SplitBackward:
         if not reaching:
             return
         relayed = {id(leaf) for leaf in self._leaves}
-        # PyTorch detaches the outputs in place, which neither leaves nor views allow, nor operations
-        # that compute another output from one and have saved it
+        # PyTorch detaches the outputs in place, which neither leaves nor views allow, nor an
+        # operation that has saved one to compute another one
         several = len(reaching) > 1
         outputs = [t * 1 if several or id(t) in relayed or t._is_view() else t for t, _ in reaching]
         gradients: Any = [g for _, g in reaching] if self._gradients is not None else None
