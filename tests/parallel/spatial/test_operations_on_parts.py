@@ -127,3 +127,10 @@ def test_outputs_of_a_model_are_plain_tensors():
         torch.testing.assert_close(flat.mul_(2), X.flatten(1) * 2)
 
     thread_ranks.run(train)
+
+
+def test_conjugates_travel():
+    def whole(x):
+        return x if type(x) is torch.Tensor else x.whole()
+
+    check(lambda x: whole(torch.fft.fft(x, dim=1).conj()).imag)
