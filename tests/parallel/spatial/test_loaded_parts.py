@@ -38,3 +38,16 @@ def test_packed_volumes_are_read_in_parts(tmp_path, monkeypatch, layout, ranks):
             np.testing.assert_array_equal(a, array)
             np.testing.assert_array_equal(b, label)
     assert checked == Counter(dict.fromkeys(range(8), 1))
+
+
+def test_labels_of_one_number_are_whole(tmp_path):
+    x, y = np.zeros((4, 1, 4, 6, 5), np.float32), np.arange(4, dtype=np.float32) / 3
+    pack(x, tmp_path / "packed", y)
+
+    def train(world):
+        world.distribute(torch.nn.Conv3d(1, 1, 1), layout="h2", compare=False)
+        loader = world.shard(Loader(tmp_path / "packed", 2), global_batch=2)
+        return torch.cat([labels for _, labels in world.batches(loader)])
+
+    for found in thread_ranks.run(train):
+        np.testing.assert_array_equal(found.sort()[0], y)

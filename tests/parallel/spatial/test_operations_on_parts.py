@@ -66,11 +66,16 @@ def test_padding_by_nothing_is_a_copy():
 
 
 @pytest.mark.parametrize(
-    "view", [lambda x: x.flatten(1)[:, :7], lambda x: x.view(-1)[3:].unsqueeze(0)]
+    ("view", "layout", "ranks"),
+    [
+        (lambda x: x.flatten(1)[:, :7], "h2", 2),
+        (lambda x: x.view(-1)[3:].unsqueeze(0), "h2", 2),
+        (lambda x: x.flatten(2)[:, 1:], "h2 x w2", 4),  # gathered along the width only
+    ],
 )
-def test_views_of_a_gathered_copy_are_not_changed_in_place(view):
+def test_views_of_a_gathered_copy_are_not_changed_in_place(view, layout, ranks):
     with pytest.raises(ValueError, match=r"mul_ would change a gathered copy .*HINT"):
-        check(changed(view))
+        check(changed(view), layout=layout, ranks=ranks)
 
 
 def test_factors_by_name():
@@ -127,3 +132,10 @@ def test_outputs_of_a_model_are_plain_tensors():
         torch.testing.assert_close(flat.mul_(2), X.flatten(1) * 2)
 
     thread_ranks.run(train)
+
+
+def test_conjugates_travel():
+    def whole(x):
+        return x if type(x) is torch.Tensor else x.whole()
+
+    check(lambda x: whole((x * (1 + 2j)).conj()).imag)

@@ -28,6 +28,9 @@ def read_part(
         OSError: The file can't be read.
     """
     shape = array.shape
+    if not shape:  # one number
+        number = _read(file, offset, np.dtype(array.dtype).itemsize)
+        return np.frombuffer(number, array.dtype).reshape(())
     slices = part or (slice(None),) * len(shape)
     bounds = [one.indices(n)[:2] for one, n in zip(slices, shape, strict=True)]
     counts = [max(stop - start, 0) for start, stop in bounds]

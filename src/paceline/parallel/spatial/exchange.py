@@ -344,7 +344,7 @@ class Transfer:
         self._layer = layer
         self._devices = {peer: tensor.device for peer, tensor in incoming.items()}
         self._received = {peer: exchangeable(tensor) for peer, tensor in incoming.items()}
-        self._sent = {peer: exchangeable(tensor) for peer, tensor in outgoing.items()}
+        self._sent = {peer: exchangeable(_resolved(tensor)) for peer, tensor in outgoing.items()}
         operations = [
             dist.P2POp(dist.irecv, _bytes(tensor), line.ranks[peer], line.group)
             for peer, tensor in self._received.items()
@@ -364,6 +364,11 @@ class Transfer:
             received = sum(one.nbytes for one in self._received.values())
             halo_totals.add(self._layer, received, time.monotonic_ns() - start)
         return {peer: one.to(self._devices[peer]) for peer, one in self._received.items()}
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values, and not those of its conjugate or negative."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -447,7 +452,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def summed(local: torch.Tensor, group: Any) -> torch.Tensor:
     """Return the sum of a tensor over the ranks of a group, without a gradient."""
-    total = exchangeable(local.contiguous())
+    total = exchangeable(_resolved(local).contiguous())
     if total.data_ptr() == local.data_ptr():
         total = total.clone()
     dist.all_reduce(total, group=group)

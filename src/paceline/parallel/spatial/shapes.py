@@ -25,6 +25,8 @@ def reshaped(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Give each divided dim its place in the new shape; gather where it is merged with others."""
     found = views.reshaped(func, values, *args, **options)
     if found is not NO_RULE:
+        if len(found.parts) < len(values.parts):  # some dims were gathered
+            found.local = found.local.as_subclass(GatheredView)
         return found
     if any(isinstance(one, torch.dtype) for one in (*args, *options.values())):
         raise refused("view(dtype) of a tensor", ".whole() first")
