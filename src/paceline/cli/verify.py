@@ -20,7 +20,6 @@ from .common.options import (
     ScriptOptions,
     Seeds,
     Settings,
-    can_be_written,
     launch_words,
 )
 from .common.script_options import ScriptCommand
@@ -130,8 +129,6 @@ def verify(options: VerifyOptions) -> None:
         for name, value in (("--seeds", options.seeds), ("--metric", options.metric)):
             if value is not None:
                 raise ValueError(f"{name} is for --make-reference. HINT: --make-reference FILE")
-        if html is not None:
-            can_be_written(html, "--html")
         accepted = _accepted(options.accept, options.settings)
     asked = ScriptRequest(
         *(script.script, script.args or [], options.nodes.words(), words),
