@@ -184,10 +184,9 @@ def _answer(
             if json is not None:
                 print_json(report.as_json(found), json, indent=1)
             else:
-                from ..report.console import PlainConsole
-                from ..report.terminal.draw import draw_document
+                from ..report.terminal.draw import print_document
 
-                PlainConsole().print(*draw_document(report.verification_document(found)))
+                print_document(report.verification_document(found))
             if written is not None:
                 typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:
