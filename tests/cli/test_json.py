@@ -1,6 +1,7 @@
 """What ``--json`` prints has a format and a version, in every mode of every command."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,3 +81,23 @@ def test_job_without_figures_says_so(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["format"], found["version"]) == ("paceline-job", 1)
     assert "HINT: --record DIR" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["run", "--json=train.py"], ["verify", "--json=train.py"], ["tune", "--html=train.py"]),
+        *(["report", "--html=train.py"], ["report", "--timeline=train.py"]),
+        *(["check", "--out=train.py"], ["run", "--json=none/a.json"]),
+    ],
+)
+def test_output_that_cannot_be_written_or_is_a_script_is_refused(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("1\n")
+    done = CliRunner().invoke(app, [*words, *["train.py"] * (words[0] != "check")])
+    assert done.exit_code == 2
+    option, _, file = words[1].partition("=")
+    assert done.stderr.startswith(f"paceline: {option} ")
+    assert file in done.stderr
+    assert "HINT: " in done.stderr
+    assert Path("train.py").read_text() == "1\n"

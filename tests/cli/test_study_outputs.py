@@ -48,8 +48,8 @@ def test_comparison_is_printed(capsys, monkeypatch):
 def test_files_are_checked_before_the_runs(tmp_path):
     with pytest.raises(ValueError, match=r"--svg .* can't be written: it is a folder"):
         StudyOutputs(svg=tmp_path).check()
-    with pytest.raises(ValueError, match=r"--html needs .* HINT: --html FILE train\.py$"):
-        StudyOutputs(html=Path("train.py")).check()
+    with pytest.raises(ValueError, match=r"--csv needs .* HINT: --csv FILE train\.py$"):
+        StudyOutputs(csv=Path("train.py")).check()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"is no folder\. HINT"):
         StudyOutputs(talp=tmp_path / "file").check()

@@ -2,14 +2,16 @@
 
 import io
 import json
+import os
+from contextlib import redirect_stdout
+from unittest.mock import patch
 
 import pytest
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
-from rich.console import Console
 
 from paceline.analyze.verification.find import judge
 from paceline.report.page.write_page import document_page
-from paceline.report.terminal.draw import draw_document
+from paceline.report.terminal.draw import print_document
 from paceline.report.verification_document import (
     NOBODY,
     SEVERAL,
@@ -39,16 +41,20 @@ def right():
 
 
 def printed(found):
-    console = Console(file=io.StringIO(), width=400)
-    console.print(*draw_document(verification_document(found)))
-    return console.file.getvalue()
+    with redirect_stdout(io.StringIO()) as text, patch.dict(os.environ, COLUMNS="400"):
+        print_document(verification_document(found))
+    return text.getvalue()
 
 
 def test_mistake_is_named_with_its_line_and_remedy(wrong):
     text = printed(wrong)
     assert "2 ranks do not train what one process does: 1 difference." in text
     assert "DIFFERS  All epochs have the same order. Ranks 0 and 1 trained 16 samples" in text
-    assert f"Look at {LOOP}" in text
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert lines[1] == lines[5] == ""
+    assert lines[2].startswith("DIFFERS  All epochs")
+    assert lines[3].startswith(f"  Look at {LOOP}")
+    assert lines[6].startswith("Compared: ")
     assert "Call sampler.set_epoch(epoch)" in text
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import STDOUT, print_json, with_options
+from .common.command import STDOUT, can_be_written, print_json, with_options
 from .common.options import (
     Horovod,
     HostAndEnvOptions,
@@ -15,7 +15,6 @@ from .common.options import (
     RankOptions,
     ScriptOptions,
     Settings,
-    can_be_written,
     knobs_of,
     launch_words,
 )
@@ -147,8 +146,6 @@ def diagnose(options: DiagnoseOptions) -> None:
             if not wanted:
                 raise ValueError("--save-settings needs --try. HINT: add --try all")
             can_be_written(options.save_settings, "--save-settings")
-        if options.html is not None:
-            can_be_written(options.html, "--html")
         known = load(options.machine) if options.machine is not None else None
         words = launch_words(
             script.module, options.how, options.nodes, {"--horovod": options.horovod}

@@ -12,8 +12,8 @@ import typer
 
 from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import STDOUT, Command, json_output, with_options
-from .common.options import HostOptions, Json, Pack, Stage, can_be_written
+from .common.command import Command, can_be_written, json_output, with_options
+from .common.options import HostOptions, Json, Pack, Stage
 from .common.stage_before_run import sets_of
 from .common.study_outputs import FILES, HtmlFile
 
@@ -62,9 +62,9 @@ class TuningOutputs:
         Raises:
             ValueError: One can't be written, or the package tensorboard is not installed.
         """
-        for name in ("best", "csv", "json", "html"):
+        for name in ("best", "csv"):
             path = getattr(self, name)
-            if path is not None and path != STDOUT:
+            if path is not None:
                 can_be_written(path, f"--{name}")
         if self.tensorboard is not None:
             from ..report.tuning.tuning_files import check_folder

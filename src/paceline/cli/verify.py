@@ -20,7 +20,6 @@ from .common.options import (
     ScriptOptions,
     Seeds,
     Settings,
-    can_be_written,
     launch_words,
 )
 from .common.script_options import ScriptCommand
@@ -130,8 +129,6 @@ def verify(options: VerifyOptions) -> None:
         for name, value in (("--seeds", options.seeds), ("--metric", options.metric)):
             if value is not None:
                 raise ValueError(f"{name} is for --make-reference. HINT: --make-reference FILE")
-        if html is not None:
-            can_be_written(html, "--html")
         accepted = _accepted(options.accept, options.settings)
     asked = ScriptRequest(
         *(script.script, script.args or [], options.nodes.words(), words),
@@ -187,10 +184,9 @@ def _answer(
             if json is not None:
                 print_json(report.as_json(found), json, indent=1)
             else:
-                from ..report.console import PlainConsole
-                from ..report.terminal.draw import draw_document
+                from ..report.terminal.draw import print_document
 
-                PlainConsole().print(*draw_document(report.verification_document(found)))
+                print_document(report.verification_document(found))
             if written is not None:
                 typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:

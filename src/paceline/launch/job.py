@@ -224,11 +224,6 @@ def check(job: Job) -> bytes:
     _check_address_space()
     if job.record is not None:
         job_folder.check(job.record)
-    if job.summary is not None and not job.summary.absolute().parent.is_dir():
-        raise ValueError(
-            f"--json {job.summary}: there is no folder {job.summary.absolute().parent}. "
-            "HINT: create it, or choose another path"
-        )
     path = source_file(job.name, job.module)
     folders = module_folders(job.name) if job.module else import_folders(str(path.parent))
     horovod_import.check_installed(job.horovod, folders)

@@ -101,7 +101,6 @@ def test_hostfile_with_local_host_needs_no_local_ssh(hosts, shared_folder):
         ),
         (["-H", "host1", "--launcher", "rsh"], "--launcher rsh is not known. HINT"),
         (["--launcher", "ssh"], "needs host names outside of an allocation. HINT"),
-        (["-H", "host1,host2", "--json", "none/s.json"], "--json none/s.json: there is no folder"),
     ],
 )
 def test_invalid_host_options_are_reported_before_ranks_start(hosts, shared_folder, words, message):

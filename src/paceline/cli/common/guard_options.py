@@ -11,6 +11,7 @@ import typer
 from ...analyze.reference.goal import parse_goal
 from ...launch.guard.request import Action, GuardRequest, parse_metric
 from .base import exit_on_mistake
+from .command import can_be_written
 from .options import (
     MakeReference,
     MetricOption,
@@ -18,7 +19,6 @@ from .options import (
     References,
     Seeds,
     Until,
-    can_be_written,
 )
 
 DEFAULT_SEEDS = 3

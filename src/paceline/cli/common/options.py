@@ -9,6 +9,7 @@ import typer
 from ...launch.guard.request import DIVERGED_EXIT_CODE, Action
 from ...launch.options import NodeOptions
 from ...security.text import printable
+from .command import can_be_written
 
 if TYPE_CHECKING:  # every command imports this module
     from ...knobs.tuning import Tuning
@@ -412,24 +413,6 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
             )
         knobs["exchange"] = exchange
     return knobs
-
-
-def can_be_written(path: Path, option: str) -> None:
-    """Check that a file can be written, before work that takes minutes.
-
-    Raises:
-        ValueError: The path is a folder or a Python file, or its folder does not exist.
-    """
-    if path.suffix == ".py":  # a forgotten FILE: the script would be overwritten
-        raise ValueError(
-            f"{option} needs the name of a file to write, not {path}. HINT: {option} FILE {path}"
-        )
-    why = "it is a folder" if path.is_dir() else ""
-    why = why or ("" if path.parent.is_dir() else f"{path.parent} is not a folder")
-    if why:
-        raise ValueError(
-            f"{option} {path} can't be written: {why}. HINT: name a file in a folder that exists"
-        )
 
 
 def tuning_of(

@@ -9,8 +9,8 @@ import typer
 
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
-from .command import STDOUT, json_output
-from .options import Json, can_be_written
+from .command import STDOUT, can_be_written, json_output
+from .options import Json
 
 if TYPE_CHECKING:
     from ...analyze.scaling.outcomes.compare_studies import StudyComparison
@@ -96,12 +96,10 @@ class StudyOutputs:
         Raises:
             ValueError: One can't be written.
         """
-        for option in ("html", "csv", "svg", "latex", "extrap"):
+        for option in ("csv", "svg", "latex", "extrap"):
             path = getattr(self, option)
             if path is not None:
                 can_be_written(path, f"--{option}")
-        if self.json is not None and self.json != STDOUT:
-            can_be_written(self.json, "--json")
         if self.talp is not None and self.talp.exists() and not self.talp.is_dir():
             raise ValueError(f"--talp {self.talp} is no folder. HINT: name a new folder")
 

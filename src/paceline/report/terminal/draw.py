@@ -36,12 +36,17 @@ def print_panel(make: Callable[[int], doc.Document]) -> None:
     console.print(draw_panel(make(console.width)))
 
 
+def print_document(document: doc.Document) -> None:
+    """Print a document to standard output, without a frame."""
+    PlainConsole().print(Group(*draw_document(document)))
+
+
 def draw_document(document: doc.Document) -> list[RenderableType]:
     """Return the blocks of a document, with an empty line between the sections."""
     about = [_text(one) for one in document.about]
     drawn: list[RenderableType] = [line for line in about if line.plain]
     for section, blocks in document.parts(doc.TERMINAL):
-        drawn += [Text()] if drawn else []
+        drawn += [Text()] if drawn and drawn[-1] != Text() else []
         heading = _text(section.heading, doc.STRONG)
         drawn += [heading] if heading.plain else []
         drawn += draw(blocks)
