@@ -103,8 +103,16 @@ def test_layout_time(tmp_path):
 def test_spatial_time(tmp_path):
     few = ("--sizes", "16", "--width", "4", "--samples", "1")
     result = result_of("spatial_time", tmp_path / "spatial.json", *few)
-    assert set(result["measurements"]["1 x 16^3"]["step_s"]) == {"whole", "parts"}
+    assert set(result["measurements"]["1 x 16^3"]["step_s"]) == {"whole", "parts", "waiting"}
     assert 0.5 < result["ratios"]["1 x 16^3"]["memory"] < 1
+
+
+def test_spatial_peers(tmp_path):
+    """Without ShardTensor's environment."""
+    few = ("--size", "16", "--width", "4", "--steps", "1")
+    result = result_of("spatial_peers", tmp_path / "peers.json", *few)
+    assert set(result["measurements"]["verdicts"]["paceline"]) == {"right"}
+    assert result["measurements"]["steps"]["2 x 16^3"]["paceline"]["peak_bytes"][0] > 0
 
 
 def test_tensor_time(tmp_path):

@@ -13,37 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from spatial_models import UNet
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import paceline
 from paceline.parallel.spatial import convolution
 from paceline.parallel.spatial.exchange import halo_totals
-
-
-def block(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Conv3d(inputs, outputs, 3, padding=1), nn.BatchNorm3d(outputs), nn.ReLU()),
-        *(nn.Conv3d(outputs, outputs, 3, padding=1), nn.BatchNorm3d(outputs), nn.ReLU()),
-    )
-
-
-class UNet(nn.Module):
-    """Three levels."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        one, two, four = width, 2 * width, 4 * width
-        self.first, self.second, self.bottom = block(1, one), block(one, two), block(two, four)
-        self.up2, self.up1 = nn.ConvTranspose3d(four, two, 2, 2), nn.ConvTranspose3d(two, one, 2, 2)
-        self.third, self.last, self.head = block(four, two), block(two, one), nn.Conv3d(one, 1, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        fine = self.first(x)
-        middle = self.second(F.max_pool3d(fine, 2))
-        low = self.up2(self.bottom(F.max_pool3d(middle, 2)))
-        joined = self.third(torch.cat([low, middle], 1))
-        return self.head(self.last(torch.cat([self.up1(joined), fine], 1)))
 
 
 def main() -> None:

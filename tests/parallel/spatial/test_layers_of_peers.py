@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 from pathlib import Path
 
 import thread_ranks
@@ -10,45 +11,12 @@ from torch import nn
 
 import paceline
 
-PAGE = Path(paceline.__file__).parents[2] / "docs/explanation/spatial-layouts.md"
+ROOT = Path(paceline.__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks/scripts/layouts"))
+from spatial_models import LAYERS  # noqa: E402
+
+PAGE = ROOT / "docs/explanation/spatial-layouts.md"
 TOLERANCE = 1e-12
-
-
-# name in the table: layers, each with the shape of its samples
-LAYERS = {
-    "3 x 3 convolution, strides and dilations": [
-        (nn.Conv2d(4, 4, 3, padding=1), (2, 4, 8, 8)),
-        (nn.Conv2d(4, 4, 3, stride=2, padding=1), (2, 4, 8, 8)),
-        (nn.Conv2d(4, 4, 3, padding=2, dilation=2), (2, 4, 12, 8)),
-    ],
-    "odd heights": [
-        (nn.Conv2d(4, 4, 3, padding=1), (2, 4, 9, 7)),
-        (nn.Conv2d(4, 4, 3, stride=2, padding=1), (2, 4, 11, 7)),
-    ],
-    "7 x 7 convolution with stride 2": [(nn.Conv2d(4, 4, 7, stride=2, padding=3), (2, 4, 16, 9))],
-    "even kernels with padding": [(nn.Conv2d(4, 4, 4, padding=2), (2, 4, 10, 8))],
-    "circular padding": [
-        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), (2, 4, 8, 8)),
-    ],
-    "reflect padding": [(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), (2, 4, 8, 8))],
-    "transposed convolution 2/2": [(nn.ConvTranspose2d(4, 4, 2, 2), (2, 4, 8, 8))],
-    "transposed convolution 3/2/1": [
-        (nn.ConvTranspose2d(4, 4, 3, 2, 1, output_padding=1), (2, 4, 8, 8)),
-    ],
-    "pooling 2/2": [(nn.MaxPool2d(2), (2, 4, 8, 8)), (nn.AvgPool2d(2), (2, 4, 8, 8))],
-    "maximum pooling 3/2/1": [(nn.MaxPool2d(3, 2, 1), (2, 4, 9, 8))],
-    "batch norm in training": [(nn.BatchNorm2d(4), (2, 4, 9, 8))],
-    "group norm": [(nn.GroupNorm(2, 4), (2, 4, 9, 8))],
-    "instance norm": [(nn.InstanceNorm2d(4, affine=True), (2, 4, 9, 8))],
-    "bilinear and nearest interpolation": [
-        (nn.Upsample(scale_factor=2, mode="bilinear"), (2, 4, 9, 8)),
-        (nn.Upsample(scale_factor=2, mode="nearest"), (2, 4, 8, 8)),
-    ],
-    "adaptive pooling": [(nn.AdaptiveAvgPool2d((3, 2)), (2, 4, 9, 8))],
-    "flatten before a linear layer": [
-        (nn.Sequential(nn.Flatten(), nn.Linear(4 * 9 * 8, 3)), (2, 4, 9, 8)),
-    ],
-}
 
 
 def differences(world):
