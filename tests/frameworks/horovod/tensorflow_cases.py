@@ -13,7 +13,6 @@ from case_runner import raises, run_cases
 
 import paceline.compat.horovod.tensorflow as hvd
 from paceline.compat.horovod.common.exceptions import HorovodInternalError
-from paceline.compat.horovod.tensorflow_ops import library
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64)
@@ -567,6 +566,7 @@ def unknown_reduction_is_refused(rank, size):
 @case
 def copies_of_gpus_are_said_once_in_a_job(rank, size):
     said = []
+    library = importlib.import_module("paceline.compat.horovod.tensorflow_ops.library")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0"])
         patch.setattr(library, "notify", said.append)
