@@ -38,6 +38,30 @@ LAYERS: dict[str, list[tuple[nn.Module, tuple[int, ...]]]] = {
     "flatten before a linear layer": [
         (nn.Sequential(nn.Flatten(), nn.Linear(4 * 9 * 8, 3)), (2, 4, 9, 8)),
     ],
+    "stride 2, with an odd number of rows in a part": [
+        (nn.Conv2d(4, 4, 1, stride=2), (2, 4, 9, 8)),
+        (nn.Conv2d(4, 4, 5, stride=2, padding=2), (2, 4, 9, 8)),
+        (nn.Conv2d(4, 4, 3, stride=2, padding=1), (2, 4, 6, 8)),
+    ],
+    "kernels that read more rows than a part has": [
+        (nn.Conv2d(4, 4, 9, padding=4), (2, 4, 6, 8)),
+        (nn.Conv2d(4, 4, 3, padding=4, dilation=4), (2, 4, 6, 8)),
+    ],
+    "pooling 2/2 and 3/3 of 9 rows": [
+        (nn.MaxPool2d(2), (2, 4, 9, 8)),
+        (nn.MaxPool2d(3), (2, 4, 9, 8)),
+    ],
+    "padding that differs from side to side": [
+        (nn.ZeroPad2d((1, 2, 0, 3)), (2, 4, 9, 8)),
+        (nn.ReflectionPad2d((1, 2, 2, 1)), (2, 4, 9, 8)),
+        (nn.ReplicationPad2d((1, 2, 2, 1)), (2, 4, 9, 8)),
+    ],
+    "bilinear interpolation with align_corners": [
+        (nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), (2, 4, 9, 8)),
+    ],
+    "nearest interpolation by 1.5": [(nn.Upsample(scale_factor=1.5), (2, 4, 8, 8))],
+    "interpolation to a size": [(nn.Upsample(size=(13, 11), mode="bilinear"), (2, 4, 9, 8))],
+    "bicubic interpolation": [(nn.Upsample(scale_factor=2, mode="bicubic"), (2, 4, 9, 8))],
 }
 
 
