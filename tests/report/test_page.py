@@ -324,9 +324,9 @@ def refusal(folder, path):
 
 def test_unwritable_output_is_reported_and_leaves_no_file(tmp_path):
     folder = made(tmp_path / "run")
-    assert "No such file" in refusal(folder, tmp_path / "nowhere" / "page.html")
+    assert "is not a folder" in refusal(folder, tmp_path / "nowhere" / "page.html")
     (tmp_path / "taken").mkdir()
-    assert "Is a directory" in refusal(folder, tmp_path / "taken")
+    assert "it is a folder" in refusal(folder, tmp_path / "taken")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
