@@ -104,6 +104,7 @@ class PhaseRecorder:
 
     def watch_optimizer(self, optimizer: Optimizer, replaces: Optimizer | None = None) -> None:
         """Record an optimizer's steps; it may take the place of one that is no longer used."""
+        self.begin()
         if id(optimizer) in self._hooked_ids:
             return
         self._hooked_ids.add(id(optimizer))
@@ -125,14 +126,10 @@ class PhaseRecorder:
         self._forward_start = now()
 
     def _after_forward(self, *_: Any) -> None:
-        if not self._has_begun:
-            return
         self.forward_end = now()
         self.recorder.event(State.FORWARD, self._forward_start, self.forward_end)
 
     def _before_step(self, *_: Any) -> None:
-        if not self._has_begun:
-            return
         self._step_start = now()
         self.recorder.training_thread = get_ident()
         if self.forward_end:
@@ -140,8 +137,6 @@ class PhaseRecorder:
             self.forward_end = 0
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._has_begun:
-            return
         self.recorder.event(State.OPTIMIZER, self._step_start, now())
         if optimizer is self._step_optimizer:
             self.known_steps += self._knows_optimizer
