@@ -80,7 +80,7 @@ def main() -> None:
         load_part(model, state, "model")
         assert torch.equal(model.weight3.to_local()[0], first)
 
-    def gather(value: Any) -> list[Any]:
+    def gather(value: Any, _: Any) -> list[Any]:
         values = [None] * size
         dist.all_gather_object(values, value)
         return values
