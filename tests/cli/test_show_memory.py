@@ -104,6 +104,7 @@ LIMITED = """
     """
 
 
+@pytest.mark.long
 def test_choice_is_that_of_layout_auto(tmp_path):
     done, found = shown(tmp_path, LIMITED, count=2)
     trained = ranks.run(tmp_path / "script.py", ranks=2, launcher="paceline")

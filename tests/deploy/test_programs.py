@@ -59,7 +59,9 @@ def test_program_calls_the_model(tmp_path, model, language, source):
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
-@pytest.mark.parametrize("capped", ["-DPACELINE_PLAIN", "-DPACELINE_AVX2"])
+@pytest.mark.parametrize(
+    "capped", [pytest.param("-DPACELINE_PLAIN", marks=pytest.mark.long), "-DPACELINE_AVX2"]
+)
 def test_library_for_processors_without_wide_vectors(tmp_path, model, capped):
     """Built by the script that users have, in a copy of the runtime."""
     compiler = compiler_of("c")

@@ -198,6 +198,7 @@ def test_bind_core_gives_each_rank_separate_cores(tmp_path):
     assert f"[1] {allowed_threads()[each : 2 * each]}" in out
 
 
+@pytest.mark.long
 def test_threads_option_overrides_omp_num_threads(tmp_path):
     names = "'OMP_NUM_THREADS', 'TF_NUM_INTRAOP_THREADS'"
     script = ranks.write(

@@ -68,6 +68,7 @@ def saved(folder):
     return weights, {n: whole(of["exp_avg"]) for n, of in states.items()}
 
 
+@pytest.mark.long
 def test_one_training_moves_through_layouts_and_equals_one_process(script, tmp_path):
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     for folder in (alone, moved):

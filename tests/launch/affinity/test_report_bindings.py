@@ -94,6 +94,7 @@ def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
     assert "not to the planned cores" not in said
 
 
+@pytest.mark.long
 @two_cores
 def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"

@@ -14,6 +14,7 @@ from paceline.parallel.strategy.model_state import WholeModel
 from paceline.world.layouts.export_file import gather_stages
 
 CASES = ("tied", "heads", "chain", "unet")
+LONG = pytest.mark.long
 
 
 def one_process(case):
@@ -113,7 +114,9 @@ def test_other_schedules_with_the_tensor_axis(layout):
     check("chain", layout, 4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["tied", *(pytest.param(one, marks=LONG) for one in CASES if one != "tied")]
+)
 def test_parameters_in_shards_on_the_replicas_of_a_stage(case):
     check(case, "pp2 x zero3 + micro-batches=2", 4)
 
@@ -134,11 +137,21 @@ def test_the_whole_model_is_gathered_from_shards():
     assert all(found == {} for found, _ in others)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["zero-bubble", *(pytest.param(one, marks=LONG) for one in ("gpipe", "interleaved"))],
+)
 def test_other_schedules_with_shards(schedule):
     check("tied", f"pp2 x zero2 + micro-batches=2 + schedule={schedule}", 4)
 
 
-@pytest.mark.parametrize("layout", ["dp2 x pp2 x tp2", "pp2 x zero1 x tp2", "pp2 x zero3 x tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2 x zero1 x tp2",
+        pytest.param("dp2 x pp2 x tp2", marks=LONG),
+        pytest.param("pp2 x zero3 x tp2", marks=LONG),
+    ],
+)
 def test_all_three_axes(layout):
     check("transformer", f"{layout} + micro-batches=2", 8)

@@ -62,9 +62,17 @@ def steps(model, dtype, count=2):
 BUDGETS = [0.00004, 0.00006, 0.0001, 1.0]  # GiB
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+OPTIONS = [("blocks", None), ("selective", None), *(("auto", gib) for gib in BUDGETS)]
+QUICK = {"fp32": [("blocks", None), ("auto", BUDGETS[1])], "bf16": [("selective", None)]}
+
+
 @pytest.mark.parametrize(
-    "options", [("blocks", None), ("selective", None), *(("auto", gib) for gib in BUDGETS)]
+    ("options", "dtype"),
+    [
+        pytest.param(one, dtype, marks=() if one in quick else pytest.mark.long)
+        for dtype, quick in QUICK.items()
+        for one in OPTIONS
+    ],
 )
 def test_recomputation_equals_plain_model_bit_for_bit(options, dtype):
     torch.manual_seed(0)

@@ -70,7 +70,7 @@ def test_layouts_equal_one_process():
     check_threads(3, SHARDED, "transformer", "adam")
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+@pytest.mark.parametrize("optimizer", ["lars", pytest.param("lamb", marks=pytest.mark.long)])
 def test_norms_of_lars_and_lamb_are_those_of_whole_layers(optimizer):
     check_threads(3, ("data", *SHARDED), "transformer", optimizer)
 

@@ -78,7 +78,7 @@ def check(size, name, layout, ranks):
         assert differences(mine_after, after, TEN_STEPS) == {}
 
 
-@pytest.mark.parametrize("layout", ["two", "four"])
+@pytest.mark.parametrize("layout", [pytest.param("two", marks=pytest.mark.long), "four"])
 @pytest.mark.parametrize("name", whole_networks.SMALL)
 def test_a_network_on_parts_equals_one_rank(name, layout):
     dims = len(whole_networks.SMALL[name].shape) - 2

@@ -189,13 +189,8 @@ def check_equal(found, expected):
 LAYOUTS = (("tp2", "none", 2), ("dp2 x tp2", "rules", 4), ("dp2 x zero3 x tp2", "none", 4))
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["Transformer", pytest.param("ResNet", marks=LONG), pytest.param("Language", marks=LONG)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Transformer", "ResNet", "Language"])
 def test_training_equals_one_process_for_each_data_rank(script, name):
     """Dropout and batch norm included: of data ranks, they are those of data parallel training."""
     folder = script.parent

@@ -1,5 +1,6 @@
 """``world.distribute`` with recomputation, and models of ``world.deferred``, on ranks."""
 
+import pytest
 import ranks
 
 SCRIPT = """
@@ -45,6 +46,7 @@ SCRIPT = """
     """
 
 
+@pytest.mark.long
 def test_recomputation_and_deferred_model_train_as_plain_model_on_two_ranks(tmp_path):
     done = ranks.run(ranks.write(tmp_path, SCRIPT))
     found = {line for line in ranks.untagged(done.stdout) if line.startswith("same")}
