@@ -1,13 +1,13 @@
 """Choose the slow tests (bench, long, soak) of one CI run: those that the change can affect, and
-one tenth of all. Tests in REQUIRED always run if a file that they use has changed.
+one of sixteen parts of all. Tests in REQUIRED always run if a file that they use has changed.
 
     select_slow.py choose IDS OUT      choose from the test ids in IDS, one per line
     select_slow.py measure XML ...     write durations.json from JUnit reports
     select_slow.py number              print the number of this CI run
     select_slow.py frameworks          exit code 0: this run includes `make test-frameworks`
 
-The tenth is ``crc32(salt and test id) % 10 == run number % 10``, so ten consecutive run numbers run
-every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
+The part is ``crc32(salt and test id) % 16 == run number % 16``, so sixteen consecutive run numbers
+run every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
 a counter in the user's cache directory that every CI run increments and that starts at the number
 of commits. Changed files are those since the commit PACELINE_CI_BASE, else of the last day (at most
 20 commits).
@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
 DURATIONS = Path(__file__).with_name("durations.json")
 
-SLICES = 10
-SALT = 3092  # of the hash, chosen so that the tenths take about the same time
+SLICES = 16
+SALT = 3092  # of the hash, chosen so that the parts take about the same time
 BUDGET_S = 900  # test seconds of a CI run: about 8 minutes of two workers
-MIN_TOUCHED_S = 180  # of touched tests, even if the tenth leaves less of the budget
+MIN_TOUCHED_S = 180  # of touched tests, even if the part leaves less of the budget
 UNMEASURED_S = 20  # assumed duration of a test that is not in durations.json
 MAX_COMMITS = 20
 FAR = 99  # distance of tests that no import connects to the change: soak tests, examples
@@ -50,7 +50,7 @@ REQUIRED = {
 }
 
 
-# `make test-frameworks`, which has an environment of its own, runs in one of ten runs, and whenever
+# `make test-frameworks`, which has an environment of its own, runs in one of sixteen runs, and whenever
 # a file that begins with one of these has changed.
 FRAMEWORKS = (
     "src/paceline/compat/",
@@ -177,9 +177,9 @@ def choose(
     number: int,
     always: Iterable[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """Return the touched tests that fit into the budget, and the tests of this run's tenth.
+    """Return the touched tests that fit into the budget, and the tests of this run's part.
 
-    The tenth and the tests of ``always`` run completely. The touched tests get what they leave of
+    The part and the tests of ``always`` run completely. The touched tests get what they leave of
     BUDGET_S, but at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs
     between runs.
     """
