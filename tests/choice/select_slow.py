@@ -7,10 +7,10 @@ one of sixteen parts of all. Tests in REQUIRED always run if a file that they us
     select_slow.py frameworks          exit code 0: this run includes `make test-frameworks`
 
 The part is ``crc32(salt and test id) % 16 == run number % 16``, so sixteen consecutive run numbers
-run every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
-a counter in the user's cache directory that every CI run increments and that starts at the number
-of commits. Changed files are those since the commit PACELINE_CI_BASE, else of the last day (at most
-20 commits).
+run every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it,
+it is a counter in the user's cache directory that every CI run increments and that starts at the
+number of commits. Changed files are those since the commit PACELINE_CI_BASE, else of the last day
+(at most 20 commits).
 """
 
 import json
@@ -50,8 +50,8 @@ REQUIRED = {
 }
 
 
-# `make test-frameworks`, which has an environment of its own, runs in one of sixteen runs, and whenever
-# a file that begins with one of these has changed.
+# `make test-frameworks`, which has an environment of its own, runs in one of sixteen runs, and
+# whenever a file that begins with one of these has changed.
 FRAMEWORKS = (
     "src/paceline/compat/",
     "src/paceline/record/hooks/keras_training.py",
