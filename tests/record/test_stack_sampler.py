@@ -10,6 +10,7 @@ import pytest
 import ranks
 
 from paceline.analyze.records.read_record import parse_record
+from paceline.record.ring import stack_sampler
 from paceline.record.ring.states import State
 
 SCRIPT = """
@@ -89,3 +90,20 @@ def test_packages_outside_of_the_environment_are_libraries(tmp_path):
         check=True,
     )
     assert f"{site}{os.sep}" in done.stdout
+
+
+def test_functions_of_paceline_are_not_named_as_those_that_a_line_called():
+    def through(*modules):
+        """Return what ``_library`` names, called through functions of modules."""
+        call, own = (lambda: stack_sampler._library(sys._getframe(), own)), sys._getframe()
+        for module in reversed(modules):
+            space = {"__name__": module, "inner": call}
+            exec("def function():\n    return inner()", space)
+            call = space["function"]
+        # the innermost frame is this test's, so it is Paceline's for this call
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "__name__", "paceline.test")
+            return call()
+
+    assert through("paceline.record.hooks.keras_training") == ""
+    assert through("json", "paceline.record.hooks.keras_training") == "json.function"

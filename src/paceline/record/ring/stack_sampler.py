@@ -189,13 +189,16 @@ def _library(frame: FrameType, own: FrameType) -> str:
     """Return module.function of the library code that ``own`` called.
 
     This is the innermost frame of an installed package other than torch and Paceline, or else the
-    innermost frame.
+    innermost frame outside of Paceline; "" if that is ``own``.
     """
     at: FrameType | None = frame
+    innermost = ""
     while at is not None and at is not own:
         name = str(at.f_globals.get("__name__", ""))
-        file = at.f_code.co_filename
-        if file.startswith(_SITES) and not name.startswith(("torch.", "paceline.")):
-            return f"{name}.{at.f_code.co_name}"
+        function = f"{name}.{at.f_code.co_name}"
+        if not name.startswith("paceline."):
+            if at.f_code.co_filename.startswith(_SITES) and not name.startswith("torch."):
+                return function
+            innermost = innermost or function
         at = at.f_back
-    return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+    return innermost
