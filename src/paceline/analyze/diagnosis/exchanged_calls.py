@@ -8,6 +8,7 @@ import numpy as np
 
 from ...record.experiments.lines.sidecar import CollectiveKind
 from ...record.ring.states import Op, State
+from ..figures.losses import collective_name
 from ..figures.measured_window import MeasuredWindow
 from ..records.match_collectives import split_by_record
 from ..records.rank_lines import SampledLine
@@ -42,18 +43,10 @@ class ExchangedCalls:
     transfer: float
     wait: float
 
-    def as_line(self, share: float) -> dict[str, object]:
-        """Return the line as the evidence of a cause has it; ``share`` is of the cause's time."""
-        line = self.site.line
-        assert line is not None
-        return {
-            "file": line.file,
-            "line": line.line,
-            "function": line.function,
-            "inside": self.site.what,
-            "code": line.code,
-            "share": share,
-        }
+    @property
+    def name(self) -> str:
+        """Name of the collective as in the report."""
+        return collective_name(self.site.op)
 
 
 def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:

@@ -34,11 +34,18 @@ from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_laye
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .memory import MemoryGrowth, MemoryPeak, find_growth, find_peaks
-from .mesh_axes import MeshAxis, axes_add_up, axis_figures
 from .noise_scale import NoiseScale, noise_scale_of
 from .pipeline import PipelineFigures, measure_pipeline
 from .pop import Efficiencies, efficiencies, unblocked_ns
-from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
+from .process_groups import (
+    Group,
+    MeshAxis,
+    axes_add_up,
+    axis_figures,
+    group_figures,
+    groups_add_up,
+    overlapped_ns,
+)
 from .rank_placement import (
     HaloLayer,
     LoaderTotals,

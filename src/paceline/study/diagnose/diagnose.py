@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...analyze.diagnosis.build_line_profile import profile_of_runs
 from ...analyze.diagnosis.causes import (
     Evidence,
     causes,
@@ -24,11 +23,12 @@ from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder_results import Ladder
 from ...analyze.diagnosis.lateness import computing_spread, lateness
-from ...analyze.diagnosis.line_profile import LineProfile
+from ...analyze.diagnosis.line_profile import LineProfile, profile_of_runs
 from ...analyze.diagnosis.operator_profile import (
     combine_profiles,
     profile_notes,
 )
+from ...analyze.diagnosis.remedy import Trial, TrialResults
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.diagnosis.rungs import RungResult, Waterfall, waterfall
