@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...record.experiments.lines.sidecar import CollectiveKind
-from ...record.ring.states import Op, State
+from ...record.ring.states import Op
 from ..figures.losses import collective_name
 from ..figures.measured_window import MeasuredWindow
 from ..records.match_collectives import split_by_record
 from ..records.rank_lines import SampledLine
-from ..records.state_timeline import blocking_states
+from ..records.state_timeline import blocking_states, count_steps
 
 __all__ = ["CallSite", "CollectiveKind", "ExchangedCalls", "measure_exchanged_calls"]
 
@@ -65,8 +65,7 @@ def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
     for record, transfer, wait in zip(m.records, transfers, waits, strict=True):
         found = record.profile
         assert found is not None
-        within = record.events_in(State.STEP)["end"]
-        steps += int(((within > m.within.start) & (within <= m.within.end)).sum())
+        steps += count_steps(record, m.within)
         sites = {(group, number): site for group, number, site in found.collectives.tolist()}
         events = record.events_in(*blocking_states(record))
         counted: set[tuple[int, int, int]] = set()

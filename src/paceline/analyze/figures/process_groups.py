@@ -1,12 +1,13 @@
 """Compute the figures of each process group separately: data, tensor and pipeline groups differ."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...record.ring.states import POINT_TO_POINT_OPS, Op
-from ..records.match_collectives import UNKNOWN_GROUP, MatchedCommunication, split_by_record
+from ...cost.collectives import bus_factor
+from ...record.ring.states import POINT_TO_POINT_OPS
+from ..records.match_collectives import UNKNOWN_GROUP, split_by_record
 from ..records.mesh_places import axes_of_groups, mesh_places
 from ..records.state_timeline import Ints, Timeline, Window, merge_intervals, total
 from .losses import collective_name
@@ -14,14 +15,6 @@ from .measured_window import MeasuredWindow
 from .pop import unblocked_ns
 
 Rows = Ints | slice  # indices of rows
-
-# Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
-_BUS_FACTOR: dict[int, Callable[[int], float]] = {
-    Op.ALL_REDUCE: lambda p: 2 * (p - 1) / p,
-    Op.REDUCE_SCATTER: lambda p: (p - 1) / p,
-    Op.ALL_GATHER: lambda p: (p - 1) / p,
-    Op.ALL_TO_ALL: lambda p: (p - 1) / p,
-}
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,7 @@ class _GroupRows:
             of_op = waits["op"] == op
             launches = launches[launches["op"] == op]
             waits, wait, transfer = waits[of_op], wait[of_op], transfer[of_op]
-        hidden = sum(_overlapped_ns(launches, waits, self.m.timelines, self.m.within))
+        hidden = sum(overlapped_ns(launches, waits, self.m.timelines, self.m.within))
         whole = members * self.m.within.length
         return total(wait) / whole, total(transfer) / whole, hidden / whole
 
@@ -158,15 +151,9 @@ def _split_by_group(rows: np.ndarray, count: int) -> Iterator[Rows]:
 
 
 def overlapped_ns(
-    matched: MatchedCommunication, timelines: list[Timeline], within: Window
-) -> list[int]:
-    """Return for how long each rank had communication in flight without being blocked (ns)."""
-    return _overlapped_ns(matched.launches, matched.waits, timelines, within)
-
-
-def _overlapped_ns(
     launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window
 ) -> list[int]:
+    """Return for how long each rank had communication in flight without being blocked (ns)."""
     result, count = [], len(timelines)
     both = zip(
         split_by_record(launches, count), split_by_record(waits, count), timelines, strict=True
@@ -211,8 +198,8 @@ def _collective_figures(
         large = (amount_of >= 1 << 16) & (end > last)
         speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
         algbw = float(np.median(speed)) if large.any() else None
-        factor = _BUS_FACTOR.get(op) if size > 1 else None
-        busbw = algbw * factor(size) if algbw is not None and factor is not None else None
+        factor = bus_factor(name, size) if size > 1 else None
+        busbw = algbw * factor if algbw is not None and factor is not None else None
         result.append(Collective(name, count, total(amount_of), *share, algbw, busbw))
     return result
 
