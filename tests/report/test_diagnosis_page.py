@@ -19,22 +19,20 @@ from records import made
 from rich.console import Console
 
 from paceline.analyze.diagnosis.causes import MIN_SHARE, Cause, Witness
+from paceline.analyze.diagnosis.diagnosis import Diagnosis
+from paceline.analyze.diagnosis.ladder_results import WORDS, Ladder
 from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
 from paceline.analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
 from paceline.analyze.diagnosis.rare_events import RareEvent, Survey
-from paceline.analyze.diagnosis.remedy import Remedy
+from paceline.analyze.diagnosis.remedy import Losses, PredictionError, Remedy, Trial, TrialResults
 from paceline.analyze.diagnosis.rungs import Interval, RungResult, waterfall
 from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.operator_file import MachineLimits, OperatorRow
-from paceline.predict.history import PredictionError
 from paceline.report.page.diagnosis_page import chart, diagnosis
 from paceline.report.terminal.diagnose import as_json
 from paceline.report.terminal.diagnose import render as in_terminal
-from paceline.study.diagnose.diagnose import Diagnosis
-from paceline.study.diagnose.ladder_results import WORDS, Ladder
-from paceline.study.diagnose.try_remedies import Losses, Trial, TrialResults
 
 LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3 & y", "share": 0.8}
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from test_diagnosis_page import CAUSES, RUNGS, found, rung
 
 from paceline.analyze.diagnosis.causes import Cause
-from paceline.analyze.diagnosis.remedy import Remedy
+from paceline.analyze.diagnosis.remedy import Remedy, Trial, TrialResults
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.analyze.figures.report import analyse, analyse_with_window
 from paceline.analyze.records.load_run import Run, load_run
@@ -21,7 +21,6 @@ from paceline.report.page.run_page import single
 from paceline.report.terminal.run_report import panel
 from paceline.report.verdict.of_diagnosis import verdict_of_diagnosis
 from paceline.report.verdict.of_run import verdict_of_run
-from paceline.study.diagnose.try_remedies import Trial, TrialResults
 
 WORKERS = Remedy(
     *("loader-workers", "input-waiting", 4, Interval(0.4, 0.3, 0.5), "a formula", True),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ranks
 
+from paceline.analyze.diagnosis.diagnosis import Diagnosis
 from paceline.analyze.diagnosis.remedy import Remedy
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
@@ -18,7 +19,7 @@ from paceline.predict import history
 from paceline.study.diagnose import diagnose as diagnose_module
 from paceline.study.diagnose import ladder, paired_runs
 from paceline.study.diagnose import try_remedies as trials_module
-from paceline.study.diagnose.diagnose import Diagnosis, run_diagnosis, try_all
+from paceline.study.diagnose.diagnose import run_diagnosis, try_all
 from paceline.study.diagnose.run_script import OutOfTimeError, RunRequest
 from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import (

@@ -22,7 +22,7 @@ from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
 
 if TYPE_CHECKING:
-    from ..study.diagnose.diagnose import Diagnosis
+    from ..analyze.diagnosis.diagnosis import Diagnosis
 
 MEASUREMENT = "Measurement"  # heading of options in --help
 
@@ -240,9 +240,9 @@ class DiagnosisOutputs:
 
             said.append(save_kept_settings(found, self._settings))
         if self._html is not None:
+            from ..analyze.diagnosis.ladder_results import WORDS
             from ..report.page.diagnosis_page import diagnosis
             from ..report.page.write_page import save
-            from ..study.diagnose.ladder_results import WORDS
 
             said.append(save(diagnosis(found, WORDS), self._html))
         return said

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+RINGS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+
 
 @dataclass(frozen=True)
 class CollectiveTerms:
@@ -32,7 +34,7 @@ def collective_terms(kind: str, ranks: int) -> CollectiveTerms:
         return CollectiveTerms(0.0, 0.0)
     if kind == "all-reduce":
         return CollectiveTerms(2 * (p - 1), 2 * (p - 1) / p)
-    if kind in ("reduce-scatter", "all-gather", "all-to-all"):
+    if kind in RINGS:
         return CollectiveTerms(p - 1, (p - 1) / p)
     if kind in ("broadcast", "reduce"):
         return CollectiveTerms(math.log2(p), math.log2(p))
@@ -41,3 +43,11 @@ def collective_terms(kind: str, ranks: int) -> CollectiveTerms:
     if kind == "barrier":
         return CollectiveTerms(2 * math.log2(p), 0.0)
     return CollectiveTerms(1.0, 1.0)
+
+
+def bus_factor(kind: str, ranks: int) -> float | None:
+    """Return the bus bandwidth over the algorithm bandwidth, as in nccl-tests.
+
+    It is the bytes that cross a link, per byte of the whole vector. None if ``kind`` has none.
+    """
+    return collective_terms(kind, ranks).vectors if kind in RINGS else None

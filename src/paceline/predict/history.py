@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..analyze.diagnosis.remedy import PredictionError
 from ..record.ring.header_schema import FiniteFloat
 from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular
@@ -43,19 +44,6 @@ class Pair:
     low: FiniteFloat
     high: FiniteFloat
     measured: FiniteFloat
-
-
-@dataclass(frozen=True)
-class PredictionError:
-    """Prediction error of one kind of predictions.
-
-    Attributes:
-        points: Median absolute error in percentage points.
-        count: Number of predictions.
-    """
-
-    points: float
-    count: int
 
 
 def path() -> Path:

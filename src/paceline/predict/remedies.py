@@ -62,9 +62,8 @@ def _computing(e: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     Time in which a rank computes nothing is left out: that in which it uses no core, and that of
     the causes that lie within the useful time.
     """
-    own = [rank["useful"] for rank in e.report.states]
-    share = sum(own) / len(own) if own else 0.0
-    share -= off_core_share(e) + sum(one.share for one in causes if CAUSES[one.id].is_in_useful)
+    within = sum(one.share for one in causes if CAUSES[one.id].is_in_useful)
+    share = e.useful_share - off_core_share(e) - within
     largest = max((one.share for one in causes), default=0.0)
     if share < MIN_COMPUTING_SHARE or largest >= MAX_CAUSE_SHARE:
         return []

@@ -3,21 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
-from ..analyze.diagnosis.remedy import Remedy
+from ..analyze.diagnosis.remedy import PredictionError, Remedy, TrialResults
 from ..analyze.diagnosis.rungs import Interval, Waterfall
 from . import document as doc
 from .numbers import percent
-
-
-class PredictionError(Protocol):
-    """Median error of the predictions of one kind, in percentage points."""
-
-    @property
-    def points(self) -> float: ...
-    @property
-    def count(self) -> int: ...
 
 
 def format_gain(gain: Interval | None) -> str:
@@ -78,7 +69,7 @@ def prediction_errors(remedies: Sequence[Remedy], off: Mapping[str, PredictionEr
     ]
 
 
-def tried_table(tried: Any) -> doc.Table | None:
+def tried_table(tried: TrialResults) -> doc.Table | None:
     """Return the tried remedies, with predicted and measured gains; None if none was tried."""
     if not tried.trials:
         return None
@@ -137,7 +128,7 @@ def describe_trial(trial: Any) -> str:
     return f"tried {set_to(trial.remedy)}: {measured}{said}"
 
 
-def loss_changes(tried: Any) -> list[str]:
+def loss_changes(tried: TrialResults) -> list[str]:
     """Return how the knobs that change numerical results changed the training loss, in words."""
     lines = []
     for one in tried.trials:

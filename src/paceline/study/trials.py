@@ -119,6 +119,30 @@ class Trial:
         except (ValueError, OSError):
             return None
 
+    def finished_record(self, who: str, *, may_end_early: bool = False) -> Run:
+        """Return the record of a trial that did not fail.
+
+        Args:
+            who: The ranks, in words.
+            may_end_early: Whether a trial that was ended at its time limit has a result.
+
+        Raises:
+            NoResultError: The trial failed, or its record can't be read.
+        """
+        try:
+            record = self.load()
+        except (ValueError, OSError) as error:
+            raise NoResultError(f"the record can't be read: {error}") from None
+        if stopped := self.stopped(record):
+            raise NoResultError(stopped)
+        if self.code is None and not may_end_early:
+            raise NoResultError(f"it took longer than {self.spec.limit_s:.0f} s")
+        failure = self.failure(record, who)
+        if failure is not None and (self.code is not None or record is None):
+            raise NoResultError(failure.short, failure.text)
+        assert record is not None, "a trial without a record has failed"
+        return record
+
     def stopped(self, run: Run | None) -> str:
         """Return that Paceline stopped the script to protect a file of the user, and why; or ""."""
         for record in run.records if run else []:
@@ -142,6 +166,18 @@ class Trial:
         text = f"the script with {who} ended with exit code {self.code}:{words}"
         short = error_line(last) or launcher_line(last) or f"exit code {self.code}"
         return TrialFailure(text, short, done_steps(run))
+
+
+class NoResultError(ValueError):
+    """A trial failed, or its record cannot be used.
+
+    Attributes:
+        text: The failure with the last lines of the output; "" if the message is all of it.
+    """
+
+    def __init__(self, short: str, text: str = "") -> None:
+        super().__init__(short)
+        self.text = text
 
 
 class InterruptedTrialError(KeyboardInterrupt):

@@ -5,8 +5,7 @@ import json
 import pytest
 from records import MS, Rank
 
-from paceline.analyze.diagnosis.build_line_profile import profile_of_runs
-from paceline.analyze.diagnosis.line_profile import Doing
+from paceline.analyze.diagnosis.line_profile import Doing, profile_of_runs
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import load_run
 from paceline.record.ring.states import State

@@ -63,7 +63,7 @@ def test_collective_matches_whichever_thread_of_a_rank_calls_it(tmp_path):
     second.was(State.BLOCKED, 50, 60, **fields)
     second.was(State.COLLECTIVE, 50, 60, **fields)
     matched = match_collectives([first.record(), second.record()])
-    assert matched.count_unmatched() == (0, 0)
+    assert matched.count_unmatched() == 0
     assert matched.launches["background"].sum() == 1
 
 

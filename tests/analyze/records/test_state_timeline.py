@@ -25,7 +25,7 @@ def covered(start, end, within):
 
 def latest_starts(records):
     matched = match_collectives(records)
-    return matched.latest_arrivals(len(records)), matched.count_unmatched()[0]
+    return matched.latest_arrivals(len(records)), matched.count_unmatched()
 
 
 def states(record, latest, within):

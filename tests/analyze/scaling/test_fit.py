@@ -11,7 +11,7 @@ import pytest
 
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.scaling.bends import Bend
-from paceline.analyze.scaling.cost_model import Place, exchange_terms, place_of
+from paceline.analyze.scaling.cost_model import Place, exchange_terms, fit_terms, place_of
 from paceline.analyze.scaling.costs import costs_of_points, normal_max, quantile_max, size_costs
 from paceline.analyze.scaling.figures_of_run import MAX_WAITS, _waits
 from paceline.analyze.scaling.forecast import (
@@ -22,7 +22,6 @@ from paceline.analyze.scaling.forecast import (
     predict_next,
 )
 from paceline.analyze.scaling.laws import AMDAHL, GUSTAFSON, UNIVERSAL, fit_laws
-from paceline.analyze.scaling.least_squares import fit_terms
 from paceline.analyze.scaling.study_model import (
     STRONG,
     WEAK,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from fuzz.scratch import new_folder
 from fuzz.targets.record import about, ring
-from paceline.analyze.diagnosis.build_line_profile import profile_of_runs
 from paceline.analyze.diagnosis.exchanged_calls import measure_exchanged_calls
+from paceline.analyze.diagnosis.line_profile import profile_of_runs
 from paceline.analyze.diagnosis.operator_profile import combine_profiles
 from paceline.analyze.diagnosis.rules.operators import findings
 from paceline.analyze.figures.report import analyse_with_window

@@ -13,6 +13,7 @@ import ranks
 import torch
 
 from paceline.analyze.diagnosis.descriptions import FirstRun
+from paceline.analyze.diagnosis.ladder_results import hypotheses
 from paceline.analyze.diagnosis.rungs import EndedError, measure_switched
 from paceline.record.experiments import switches
 from paceline.record.experiments.rung import NO_BROADCASTS, NO_COLLECTION, THREADS_PAUSED, Rung
@@ -22,7 +23,6 @@ from paceline.record.experiments.switches import (
     ScriptThreads,
 )
 from paceline.record.ring.states import State
-from paceline.study.diagnose.ladder_results import hypotheses
 
 
 @pytest.fixture

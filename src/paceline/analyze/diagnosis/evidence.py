@@ -125,6 +125,12 @@ class Evidence:
         computing = [[sum(rank[name] for name in COMPUTING)] for rank in self.report.states]
         return rank_spread(np.array(computing)) if computing else RankSpread(0.0, 0.0)
 
+    @property
+    def useful_share(self) -> float:
+        """Share of a step in which the ranks compute; mean of the ranks."""
+        own = [rank["useful"] for rank in self.report.states]
+        return sum(own) / len(own) if own else 0.0
+
     def used(self, rung: str) -> list[dict[str, Any]]:
         """Return what each rank used in each round of a rung, where it was measured."""
         every = [used for result in self.rungs.get(rung, []) for used in result.used]

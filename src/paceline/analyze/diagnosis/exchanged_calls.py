@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...record.experiments.lines.sidecar import CollectiveKind
-from ...record.ring.states import Op, State
+from ...record.ring.states import Op
+from ..figures.losses import collective_name
 from ..figures.measured_window import MeasuredWindow
 from ..records.match_collectives import split_by_record
 from ..records.rank_lines import SampledLine
-from ..records.state_timeline import blocking_states
+from ..records.state_timeline import blocking_states, count_steps
 
 __all__ = ["CallSite", "CollectiveKind", "ExchangedCalls", "measure_exchanged_calls"]
 
@@ -42,18 +43,10 @@ class ExchangedCalls:
     transfer: float
     wait: float
 
-    def as_line(self, share: float) -> dict[str, object]:
-        """Return the line as the evidence of a cause has it; ``share`` is of the cause's time."""
-        line = self.site.line
-        assert line is not None
-        return {
-            "file": line.file,
-            "line": line.line,
-            "function": line.function,
-            "inside": self.site.what,
-            "code": line.code,
-            "share": share,
-        }
+    @property
+    def name(self) -> str:
+        """Name of the collective as in the report."""
+        return collective_name(self.site.op)
 
 
 def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
@@ -72,8 +65,7 @@ def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
     for record, transfer, wait in zip(m.records, transfers, waits, strict=True):
         found = record.profile
         assert found is not None
-        within = record.events_in(State.STEP)["end"]
-        steps += int(((within > m.within.start) & (within <= m.within.end)).sum())
+        steps += count_steps(record, m.within)
         sites = {(group, number): site for group, number, site in found.collectives.tolist()}
         events = record.events_in(*blocking_states(record))
         counted: set[tuple[int, int, int]] = set()

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...record.ring.states import Op, State
 from ..figures.measured_window import MeasuredWindow
-from ..records.state_timeline import total
+from ..records.state_timeline import count_steps, total
 
 REDUCTION_OPS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 
@@ -43,8 +43,7 @@ def measure_gradient_sync(m: MeasuredWindow) -> GradientSync | None:
     """Measure the window; None where it has no complete step."""
     sums, steps = np.zeros(6), 0
     for record in m.records:
-        within = record.events_in(State.STEP)["end"]
-        steps += int(((within > m.within.start) & (within <= m.within.end)).sum())
+        steps += count_steps(record, m.within)
         back = record.events_in(State.BACKWARD)
         back = back[(back["start"] >= m.within.start) & (back["end"] <= m.within.end)]
         back = back[np.argsort(back["start"], kind="stable")]

@@ -22,6 +22,7 @@ from ..records.state_timeline import total
 
 BARS = ("sharing", "uneven", "validation", "checkpoint", "exchange", "input")
 
+PAUSES = (State.VALIDATION, State.CHECKPOINT)  # a step with one of them says nothing of a part
 INTERVAL_TAIL = 0.05  # probability of each end of an interval to be wrong
 
 
@@ -150,8 +151,8 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
     Raises:
         EndedError: The script ended before these steps.
     """
-    samples, steps_s, rare = 0, [], _rare_steps(run, first, steps)
-    phases: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
+    samples, steps_s, pausing = 0, list[float](), sorted(_pausing_steps(run))
+    phases: dict[int, list[float]] = {state: [] for state in PAUSES}
     rung_facts: list[dict[str, Any]] = []
     for record in run.records:
         rows = record.events_in(State.STEP)
@@ -163,8 +164,8 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
         samples += total(rows["amount"]) or len(rows)
         for state, took in phases.items():
             took.append(_time_in_state(record, state, start, end) / 1e9 / steps)
-        alike = rows[~np.isin(rows["step"], rare)]
-        if len(rare) and len(alike):
+        alike = rows[~np.isin(rows["step"], pausing)]
+        if 0 < len(alike) < len(rows):
             steps_s.append(total(alike["end"] - alike["start"]) / 1e9 / len(alike))
         else:
             phases_s = sum(took[-1] for took in phases.values())
@@ -185,22 +186,6 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
     )
 
 
-def _rare_steps(run: Run, first: int, steps: int) -> list[int]:
-    """Return the numbers of the steps in which a rank validates or writes a checkpoint."""
-    found: set[int] = set()
-    for record in run.records:
-        rows = record.events_in(State.STEP)
-        rows = rows[(rows["step"] >= first) & (rows["step"] < first + steps)]
-        if not len(rows):
-            continue
-        for state in (State.VALIDATION, State.CHECKPOINT):
-            events = record.events_in(state)
-            at = np.searchsorted(rows["end"], events["start"], "right")
-            inside = (at < len(rows)) & (events["end"] > rows["start"].min())
-            found |= set(rows["step"][at[inside]].tolist())
-    return sorted(found)
-
-
 def _time_in_state(record: Record, state: int, start: int, end: int) -> int:
     """Return the nanoseconds of a state between two times."""
     rows = record.events_in(state)
@@ -214,14 +199,12 @@ def _slowest(rungs: list[RungResult], number: int, *names: str) -> int:
     Some rank is always the slowest of a round. The rounds that choose it are not the one in which
     its loss is measured, so that equal ranks lose nothing on average.
     """
-    sums = _times_of_ranks(rungs, number, *names)
-    return sums.index(max(sums))
+    return int(np.argmax(_times_of_ranks(rungs, number, *names)))
 
 
 def _fastest(rungs: list[RungResult], number: int) -> int:
     """Return the rank whose steps are shortest in all rounds but ``number``."""
-    sums = _times_of_ranks(rungs, number)
-    return sums.index(min(sums))
+    return int(np.argmin(_times_of_ranks(rungs, number)))
 
 
 def _times_of_ranks(rungs: list[RungResult], number: int, *names: str) -> list[float]:
@@ -306,8 +289,6 @@ def _waterfall(
 
 # Measure a switched phase: its steps with a part on, and those with the part off.
 
-PAUSES = (State.VALIDATION, State.CHECKPOINT)  # a step with one of them says nothing of a part
-
 
 def reference_name(phase: str) -> str:
     """Return the name of the rung that has the steps of a switched phase with the part on."""
@@ -337,7 +318,7 @@ def measure_switched(run: Run, rung: Rung, phase: str) -> SwitchedResult:
     Raises:
         EndedError: The script ended before the last step of the phase.
     """
-    pausing = set().union(*(_pausing_steps(record) for record in run.records))
+    pausing = _pausing_steps(run)
     pairs = rung.switched_pairs(phase)
     pairs = [pair for pair in pairs if not pausing & {*pair[0], *pair[1]}] or pairs
     blocks = [tuple(_measured(run, steps, phase) for steps in pair) for pair in pairs]
@@ -347,12 +328,12 @@ def measure_switched(run: Run, rung: Rung, phase: str) -> SwitchedResult:
     return SwitchedResult(reference, without, [1 - off.step_s / on.step_s for on, off in blocks])
 
 
-def _pausing_steps(record: Record) -> set[int]:
+def _pausing_steps(run: Run) -> set[int]:
     """Return the steps in which a rank evaluates or writes a checkpoint."""
-    rows = record.events_in(State.STEP)
     found: set[int] = set()
-    for state in PAUSES:
-        for event in record.events_in(state):
+    for record in run.records:
+        rows = record.events_in(State.STEP)
+        for event in record.events_in(*PAUSES):
             both = (rows["start"] < event["end"]) & (rows["end"] > event["start"])
             found |= set(rows["step"][both].tolist())
     return found

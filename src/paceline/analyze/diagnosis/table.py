@@ -4,7 +4,6 @@ from .descriptions import CauseKind, Indicator
 from .rules import (
     compute,
     exchange,
-    exchange_parts,
     inputs,
     layouts,
     lines,
@@ -16,9 +15,7 @@ from .rules import (
 # By id, in the order of docs/reference/causes.md.
 CAUSES: dict[str, CauseKind] = {
     one.id: one
-    for module in (
-        *(inputs, exchange_parts, exchange, layouts, ranks, lines, script, compute, operators),
-    )
+    for module in (*(inputs, exchange, layouts, ranks, lines, script, compute, operators),)
     for one in module.CAUSES
 }
 # By name, in the order of the tables of a diagnosis.
@@ -27,7 +24,6 @@ INDICATORS: dict[str, Indicator] = {
     for one in (
         *ranks.BARS,
         *exchange.INDICATORS,
-        *exchange_parts.INDICATORS,
         *inputs.INDICATORS,
         *ranks.PHASES,
         *layouts.INDICATORS,

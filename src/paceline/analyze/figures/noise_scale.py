@@ -48,18 +48,6 @@ class NoiseScale:
         return (1 + self.samples / global_batch) / (1 + self.samples / self.global_batch)
 
 
-def noise_scale_of(
-    records: Sequence[Record], shards: Sequence[Sequence[int]] | None = None
-) -> NoiseScale | None:
-    """Return the gradient noise scale of a run; None if too few common steps were sampled.
-
-    Args:
-        records: Those of all ranks.
-        shards: Indices of the records that train the same samples; None: each has its own.
-    """
-    return noise_scale_of_steps(sampled_steps([_sampled(record) for record in records], shards))
-
-
 def estimate_noise_scale(
     ranks: Sequence[dict[int, tuple[int, float, float]]],
 ) -> NoiseScale | None:
@@ -70,7 +58,12 @@ def estimate_noise_scale(
 def recorded_steps(
     records: Sequence[Record], shards: Sequence[Sequence[int]] | None = None
 ) -> Floats:
-    """Return the sampled steps of a run, as ``sampled_steps``."""
+    """Return the sampled steps of a run, as ``sampled_steps``.
+
+    Args:
+        records: Those of all ranks.
+        shards: Indices of the records that train the same samples; None: each has its own.
+    """
     return sampled_steps([_sampled(record) for record in records], shards)
 
 

@@ -1,27 +1,20 @@
 """Compute the figures of each process group separately: data, tensor and pipeline groups differ."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...record.ring.states import POINT_TO_POINT_OPS, Op
-from ..records.match_collectives import MatchedCommunication, split_by_record
-from ..records.mesh_places import axes_of_groups
+from ...cost.collectives import bus_factor
+from ...record.ring.states import POINT_TO_POINT_OPS
+from ..records.match_collectives import UNKNOWN_GROUP, split_by_record
+from ..records.mesh_places import axes_of_groups, mesh_places
 from ..records.state_timeline import Ints, Timeline, Window, merge_intervals, total
 from .losses import collective_name
 from .measured_window import MeasuredWindow
 from .pop import unblocked_ns
 
 Rows = Ints | slice  # indices of rows
-
-# Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
-_BUS_FACTOR: dict[int, Callable[[int], float]] = {
-    Op.ALL_REDUCE: lambda p: 2 * (p - 1) / p,
-    Op.REDUCE_SCATTER: lambda p: (p - 1) / p,
-    Op.ALL_GATHER: lambda p: (p - 1) / p,
-    Op.ALL_TO_ALL: lambda p: (p - 1) / p,
-}
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,7 @@ class _GroupRows:
             of_op = waits["op"] == op
             launches = launches[launches["op"] == op]
             waits, wait, transfer = waits[of_op], wait[of_op], transfer[of_op]
-        hidden = sum(_overlapped_ns(launches, waits, self.m.timelines, self.m.within))
+        hidden = sum(overlapped_ns(launches, waits, self.m.timelines, self.m.within))
         whole = members * self.m.within.length
         return total(wait) / whole, total(transfer) / whole, hidden / whole
 
@@ -158,15 +151,9 @@ def _split_by_group(rows: np.ndarray, count: int) -> Iterator[Rows]:
 
 
 def overlapped_ns(
-    matched: MatchedCommunication, timelines: list[Timeline], within: Window
-) -> list[int]:
-    """Return for how long each rank had communication in flight without being blocked (ns)."""
-    return _overlapped_ns(matched.launches, matched.waits, timelines, within)
-
-
-def _overlapped_ns(
     launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window
 ) -> list[int]:
+    """Return for how long each rank had communication in flight without being blocked (ns)."""
     result, count = [], len(timelines)
     both = zip(
         split_by_record(launches, count), split_by_record(waits, count), timelines, strict=True
@@ -211,8 +198,8 @@ def _collective_figures(
         large = (amount_of >= 1 << 16) & (end > last)
         speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
         algbw = float(np.median(speed)) if large.any() else None
-        factor = _BUS_FACTOR.get(op) if size > 1 else None
-        busbw = algbw * factor(size) if algbw is not None and factor is not None else None
+        factor = bus_factor(name, size) if size > 1 else None
+        busbw = algbw * factor if algbw is not None and factor is not None else None
         result.append(Collective(name, count, total(amount_of), *share, algbw, busbw))
     return result
 
@@ -229,3 +216,96 @@ def groups_add_up(groups: list[Group], states: list[dict[str, float]]) -> bool:
             if abs(parts - getattr(group, kind)) >= 1e-6:
                 return False
     return True
+
+
+# Compute the figures of each axis of a mesh: the process groups along it, taken together.
+
+ALL_RANKS = "all ranks"
+OTHER_GROUPS = "other groups"
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """Figures of one axis. Shares refer to the time of all ranks, so that those of all axes add up.
+
+    Attributes:
+        name: The axis, or several ("data x tensor"); groups of all ranks and groups that no axis
+            explains are rows of their own.
+        extent: Number of ranks of each group; of the largest one, for other groups.
+        groups: Number of process groups.
+        wait, transfer: Blocked in communication of its groups; wait contains the bubble.
+        hidden: Communication in flight while the rank was not blocked (overlap).
+        load_balance: sum of b over the members / sum of the largest b of each member's group.
+        wait_efficiency: 1 - wait.
+        transfer_efficiency: (1 - wait - transfer) / (1 - wait).
+        efficiency: wait_efficiency x transfer_efficiency, the share of the time that is left.
+        bytes_per_step: Of the whole vectors of all calls, mean over the groups; None without steps.
+    """
+
+    name: str
+    extent: int
+    groups: int
+    wait: float
+    transfer: float
+    hidden: float
+    load_balance: float
+    wait_efficiency: float
+    transfer_efficiency: float
+    efficiency: float
+    bytes_per_step: float | None
+
+
+def axis_figures(m: MeasuredWindow, groups: list[Group]) -> list[MeshAxis]:
+    """Return the figures of each axis whose groups communicated; [] where "data" is the only one.
+
+    The waits and transfers of all axes add up to those of all ranks.
+    """
+    if not mesh_places(m.records):
+        return []
+    count = len(m.records)
+    of_axis: dict[str, list[Group]] = {}
+    for group in groups:
+        is_whole = len(group.ranks) == count > 1 and group.name != UNKNOWN_GROUP
+        default = ALL_RANKS if is_whole else OTHER_GROUPS
+        of_axis.setdefault(group.axis or default, []).append(group)
+    found = [_axis(name, own, m) for name, own in of_axis.items()]
+    return sorted(found, key=lambda one: -(one.wait + one.transfer))
+
+
+def _axis(name: str, groups: list[Group], m: MeasuredWindow) -> MeshAxis:
+    count = len(m.records)
+    wait, transfer, hidden = (
+        sum(getattr(group, what) * len(group.ranks) for group in groups) / count
+        for what in ("wait", "transfer", "hidden")
+    )
+    busy = {r.rank: unblocked_ns(own) for r, own in zip(m.records, m.states, strict=True)}
+    times = [[busy[rank] for rank in group.ranks] for group in groups]
+    most = sum(max(own) * len(own) for own in times)
+    steps = len(m.steps) if m.steps is not None else 0
+    sent = sum(one.bytes for group in groups for one in group.collectives)
+    free = 1 - wait
+    return MeshAxis(
+        name=name,
+        extent=max(group.size for group in groups),
+        groups=len(groups),
+        wait=wait,
+        transfer=transfer,
+        hidden=hidden,
+        load_balance=sum(map(sum, times)) / most if most else 1.0,
+        wait_efficiency=free,
+        transfer_efficiency=(free - transfer) / free if free > 0 else 1.0,
+        efficiency=free - transfer,
+        bytes_per_step=sent / len(groups) / steps if steps else None,
+    )
+
+
+def axes_add_up(axes: list[MeshAxis], states: list[dict[str, float]]) -> bool:
+    """Return whether the axes add up to the blocked time of the ranks."""
+    lost = {
+        "wait": sum(rank["wait"] + rank["bubble"] for rank in states),
+        "transfer": sum(rank["transfer"] for rank in states),
+    }
+    return not axes or all(
+        abs(sum(getattr(one, kind) for one in axes) - ns / len(states)) < 1e-6
+        for kind, ns in lost.items()
+    )

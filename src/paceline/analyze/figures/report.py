@@ -25,7 +25,6 @@ from ..records.state_timeline import (
     BUBBLE,
     STATES,
     Ints,
-    Window,
     background_ns,
     find_window,
     total,
@@ -34,11 +33,18 @@ from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_laye
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .memory import MemoryGrowth, MemoryPeak, find_growth, find_peaks
-from .mesh_axes import MeshAxis, axes_add_up, axis_figures
-from .noise_scale import NoiseScale, noise_scale_of
+from .noise_scale import NoiseScale, noise_scale_of_steps, recorded_steps
 from .pipeline import PipelineFigures, measure_pipeline
 from .pop import Efficiencies, efficiencies, unblocked_ns
-from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
+from .process_groups import (
+    Group,
+    MeshAxis,
+    axes_add_up,
+    axis_figures,
+    group_figures,
+    groups_add_up,
+    overlapped_ns,
+)
 from .rank_placement import (
     HaloLayer,
     LoaderTotals,
@@ -74,7 +80,7 @@ class StepRange:
     states: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Figures of one run; times in seconds, shares of the window in [0, 1].
 
@@ -92,21 +98,25 @@ class Report:
     first_step: int  # more than 0 where it went on from a checkpoint
     wall_s: float
     startup_s: float
-    window_s: float | None
-    samples: int  # in the window's steps, of all ranks that do not train the same ones
-    samples_per_s: float | None
-    states: list[dict[str, float]]
-    hidden: list[float]
-    efficiencies: Efficiencies | None
-    slowest_rank: int | None
-    slowest_excess: float | None  # its time outside communication over the mean's, minus 1
-    groups: list[Group]
-    ranges: list[StepRange]
-    losses: list[Loss]  # the largest first; they add up to 1 - useful
-    step_times: StepTimes | None
-    stood_still: list[Standstill]  # the longest first, as what follows
-    stalled: list[Stall]
-    waited_for: list[WaitPair]  # the largest shares first, of a rank's time
+    window_s: float | None = None
+    samples: int = 0  # in the window's steps, of all ranks that do not train the same ones
+    samples_per_s: float | None = None
+    states: list[dict[str, float]] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
+    efficiencies: Efficiencies | None = None
+    slowest_rank: int | None = None
+    slowest_excess: float | None = None  # its time outside communication over the mean's, minus 1
+    groups: list[Group] = field(default_factory=list)
+    ranges: list[StepRange] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)  # the largest first; they add up to 1 - useful
+    step_times: StepTimes | None = None
+    stood_still: list[Standstill] = field(
+        default_factory=list
+    )  # the longest first, as what follows
+    stalled: list[Stall] = field(default_factory=list)
+    waited_for: list[WaitPair] = field(
+        default_factory=list
+    )  # the largest shares first, of a rank's time
     recording_cost: float  # share of the time after start-up, the rank where it is largest
     events: int
     missing_ranks: list[int]
@@ -189,15 +199,16 @@ def analyse_with_window(
         )
     measured = MeasuredWindow(records, matched, clocks, within) if within is not None else None
     stepped = [record.events_in(State.STEP) for record in records]
-    unmatched = _unmatched(matched, within)
+    unmatched = matched.count_unmatched(within)
     doubts, confidence = _doubts(run, records, matched, unmatched, clocks, measured)
     axis = find_data_axis(records, within) if within is not None else None
-    figures = _window_figures(measured, axis)
-    if measured is not None and not _tables_add_up(measured, figures):
-        confidence *= 0.5
-        doubts.append(TABLES_DIFFER)
-    if axis is not None and figures["samples"]:
-        doubts += axis.doubts
+    figures: dict[str, Any] = {}
+    if measured is not None and axis is not None:
+        figures = _window_figures(measured, axis)
+        if not _tables_add_up(measured, figures):
+            confidence *= 0.5
+            doubts.append(TABLES_DIFFER)
+        doubts += axis.doubts if figures["samples"] else []
     report = Report(
         name=run.name,
         command=run.command,
@@ -223,7 +234,7 @@ def analyse_with_window(
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
         memory=find_growth(records),
-        noise_scale=noise_scale_of(records, axis.shards if axis else None),
+        noise_scale=noise_scale_of_steps(recorded_steps(records, axis and axis.shards)),
         peaks=find_peaks(records),
         halos=halo_layers(records),
         mesh=mesh_places(records),
@@ -246,27 +257,12 @@ def _run_times(records: list[Record]) -> dict[str, Any]:
 
 
 def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) -> Roofline | None:
-    times, found = figures["step_times"], figures["efficiencies"]
+    times, found = figures.get("step_times"), figures.get("efficiencies")
     return on_roofline(records, machine, times and times.median_s, found and found.useful)
 
 
-def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str, Any]:
+def _window_figures(m: MeasuredWindow, axis: DataAxis) -> dict[str, Any]:
     """Return the fields of a Report that need a window."""
-    if m is None or axis is None:
-        names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
-        lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += [
-            "stood_still",
-            "stalled",
-            "background",
-            "starved_in",
-            "other_threads",
-            "blocks",
-            *("axes", "layers"),
-        ]
-        nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
-        nothing |= {"samples": 0}
-        return nothing | {name: [] for name in lists}
     length = m.within.length
     samples = axis.count_samples(m.records, m.within)
     times = [unblocked_ns(rank) for rank in m.states]
@@ -279,12 +275,13 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         took = explain_outliers(m, steps, took, still, stalled)
     states = [{name: rank[name] / length for name in STATES} for rank in m.states]
     groups = group_figures(m)
+    in_flight = overlapped_ns(m.matched.launches, m.matched.waits, m.timelines, m.within)
     return {
         "window_s": length / 1e9,
         "samples": samples,
         "samples_per_s": samples / (length / 1e9) if samples else None,
         "states": states,
-        "hidden": [time / length for time in overlapped_ns(m.matched, m.timelines, m.within)],
+        "hidden": [time / length for time in in_flight],
         "efficiencies": m.efficiencies,
         "slowest_rank": m.records[slowest].rank if slowest is not None else None,
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
@@ -408,12 +405,6 @@ def _failures(records: list[Record]) -> list[str]:
             text = f"recorded only in part, because the hook for {hook} failed ({failure})"
             ranks.setdefault(text, []).append(record.rank)
     return [f"{named_ranks(found)} {text}" for text, found in ranks.items()]
-
-
-def _unmatched(matched: MatchedCommunication, within: Window | None) -> int:
-    return (
-        matched.count_unmatched(within.start, within.end) if within else matched.count_unmatched()
-    )[0]
 
 
 def _blocked_ns(matched: MatchedCommunication, m: MeasuredWindow | None) -> Ints:

@@ -37,7 +37,7 @@ MIN_BLOCKED_S = 1.0  # a rank is blocked after this time in one state, and _LONG
 _MIN_BLOCKED_STEPS = 3.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveView:
     """The state of a running job; times in seconds, shares in [0, 1].
 
@@ -60,16 +60,16 @@ class LiveView:
     elapsed_s: float
     attempt: int
     step: int
-    first_step: int | None
-    last_step: int | None
-    window_s: float | None
-    steps_per_s: float | None
-    samples_per_s: float | None
-    states: list[dict[str, float]]
-    caused: list[float]
-    slowest_rank: int | None
-    slowest_excess: float | None
-    waited_for: list[WaitPair]
+    first_step: int | None = None
+    last_step: int | None = None
+    window_s: float | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    states: list[dict[str, float]] = field(default_factory=list)
+    caused: list[float] = field(default_factory=list)
+    slowest_rank: int | None = None
+    slowest_excess: float | None = None
+    waited_for: list[WaitPair] = field(default_factory=list)
     now: list[RankState]
     standing: list[BlockedCollective]
     missing_ranks: list[int]
@@ -181,24 +181,14 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
 
     The step time is 0 if it is unknown.
     """
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("first_step", "last_step", "window_s", "steps_per_s", "samples_per_s", "slowest_rank")
-    )
-    nothing |= {
-        "slowest_excess": None,
-        "slowest_real": None,
-        "states": [],
-        "caused": [],
-        "waited_for": [],
-    }
     try:
         examined = analyse_with_window(replace(run, records=_recent(run.records)))
     except AssertionError:  # a half-written event that looks complete; not in the next view
-        return nothing, 0.0
+        return {}, 0.0
     m, report = examined.measured, examined.report
     steps = m.steps if m is not None else None
     if m is None or steps is None or TABLES_DIFFER in report.doubts:
-        return nothing, 0.0
+        return {}, 0.0
     seconds = float(steps.seconds.sum())
     caused = np.zeros(len(run.records)) if m.clocks_unaligned else wait_matrix(m).sum(axis=0)
     found = {

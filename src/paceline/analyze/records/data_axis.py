@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...plurals import named_ranks
 from ...record.ring.states import POINT_TO_POINT_OPS, Op, State
 from .read_record import Record
-from .state_timeline import Window, merge_intervals, total
+from .state_timeline import Window, count_steps, merge_intervals, total
 
 REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 MIN_REDUCTIONS_PER_STEP = 0.5  # inside the forward, on average: fewer are not the model's
@@ -129,10 +129,8 @@ def _reductions_in_forward(record: Record, within: Window) -> dict[str, float]:
     calls = calls[inside & np.isin(calls["op"], REDUCTIONS)]
     if not len(calls):
         return {}
-    steps = record.events_in(State.STEP)
-    count = int(np.count_nonzero((steps["end"] > within.start) & (steps["end"] <= within.end)))
-    forwards = record.events_in(State.FORWARD)
-    in_forward = _are_inside(calls["start"], forwards, within)
+    count = count_steps(record, within)
+    in_forward = _are_inside(calls["start"], record.events_in(State.FORWARD), within)
     groups = record.meta.get("groups", {})
     found: dict[str, float] = {}
     for number in np.unique(calls["group"]).tolist():

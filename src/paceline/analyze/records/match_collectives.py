@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...record.ring.states import LAUNCH_STATES, POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .read_record import Record
-from .state_timeline import Ints, blocking_states, total
+from .state_timeline import Ints, Window, blocking_states
 
 NO_INDEX = -1
 UNKNOWN_GROUP = "unknown"  # of a GPU kernel whose collective is not known
@@ -44,18 +44,13 @@ class MatchedCommunication:
     node_launches: Ints
     groups: list[str]
 
-    def count_unmatched(self, start: int = 0, end: int = 1 << 62) -> tuple[int, int]:
-        """Count collectives and messages between two times that lack a member's record.
-
-        Also return the blocked time in them (ns).
-        """
+    def count_unmatched(self, within: Window | None = None) -> int:
+        """Return the number of collectives and messages that lack a member's record."""
         incomplete = self.launches[~self.launches["whole"]]
-        incomplete = incomplete[(incomplete["end"] > start) & (incomplete["start"] < end)]
-        incomplete_waits = self.waits[~self.waits["whole"]]
-        blocked = np.minimum(incomplete_waits["end"], end) - np.maximum(
-            incomplete_waits["start"], start
-        )
-        return len(np.unique(incomplete["node"])), total(blocked.clip(min=0))
+        if within is not None:
+            inside = (incomplete["end"] > within.start) & (incomplete["start"] < within.end)
+            incomplete = incomplete[inside]
+        return len(np.unique(incomplete["node"]))
 
     def latest_arrivals(self, count: int) -> list[Ints]:
         """Return, for each of ``count`` records and each of its BLOCKED and CALL events, when the
@@ -193,15 +188,10 @@ def _find_deciding_launches(
         table[collective_of_launch[is_kind]] = np.flatnonzero(is_kind)
         launch_of_collective[kind] = table
     rooted = np.isin(waits["op"], ROOTED_OPS)
-    deciding_launch = np.full(len(waits), NO_INDEX)
-    deciding_launch = np.where(
-        rooted & ~waits["root"], launch_of_collective["root"][collective_of_wait], deciding_launch
-    )
-    deciding_launch = np.where(
-        waits["op"] == Op.RECV, launch_of_collective["send"][collective_of_wait], deciding_launch
-    )
-    deciding_launch = np.where(
-        waits["op"] == Op.SEND, launch_of_collective["recv"][collective_of_wait], deciding_launch
+    deciding_launch = np.select(
+        [rooted & ~waits["root"], waits["op"] == Op.RECV, waits["op"] == Op.SEND],
+        [launch_of_collective[kind][collective_of_wait] for kind in ("root", "send", "recv")],
+        NO_INDEX,
     )
     reduces_to_root = np.isin(waits["op"], (Op.REDUCE, Op.GATHER))
     needs_deciding_launch = (rooted & ~waits["root"]) | np.isin(waits["op"], POINT_TO_POINT_OPS)

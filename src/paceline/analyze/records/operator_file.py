@@ -4,6 +4,7 @@ The layout is in docs/reference/formats/record-format.md; the writer is
 record.experiments.operators.operator_rows.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -120,6 +121,14 @@ class OperatorFile(msgspec.Struct, frozen=True):
     operators: Annotated[list[OperatorRow], msgspec.Meta(max_length=MAX_ROWS)]
     left_out_s: Seconds
     whole_s: Seconds
+
+
+@dataclass(frozen=True)
+class OperatorFiles:
+    """Profiles of the ranks that have one, and the reasons why others have none."""
+
+    files: list[OperatorFile]
+    notes: list[str]
 
 
 def read_operator_files(folder: Path) -> tuple[list[OperatorFile], list[str]]:

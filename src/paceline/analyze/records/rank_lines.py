@@ -36,6 +36,22 @@ class SampledLine:
     function: str
     code: str
 
+    def evidence(self, share: float, inside: str = "") -> dict[str, object]:
+        """Return the line as the evidence of a cause has it, same as ``losses.lines_in``.
+
+        Args:
+            share: Of the time of the cause.
+            inside: Function of a library, or path, that the line used.
+        """
+        return {
+            "file": self.file,
+            "line": self.line,
+            "function": self.function,
+            "inside": inside,
+            "code": self.code,
+            "share": share,
+        }
+
 
 @dataclass(frozen=True)
 class SampledStack:

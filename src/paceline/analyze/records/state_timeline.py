@@ -80,6 +80,12 @@ class Window:
         return self.end - self.start
 
 
+def count_steps(record: Record, window: Window) -> int:
+    """Return the number of steps of a record that end in the window."""
+    ends = record.events_in(State.STEP)["end"]
+    return int(np.count_nonzero((ends > window.start) & (ends <= window.end)))
+
+
 def find_window(records: list[Record], steps: tuple[int, int] | None = None) -> Window | None:
     """Return the measured window, or None where a rank has fewer than two steps.
 

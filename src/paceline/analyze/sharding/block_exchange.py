@@ -16,7 +16,7 @@ from ..records.blocked_time import BlockedTime
 from ..records.match_collectives import MatchedCommunication, launch_states, split_by_record
 from ..records.mesh_places import axes_of_groups
 from ..records.read_record import Record
-from ..records.state_timeline import Ints, Window, blocking_states
+from ..records.state_timeline import Ints, Window, blocking_states, count_steps
 
 ROOT = "(root)"  # parameters of a model outside of its blocks
 UNNAMED = "(unnamed)"  # blocks whose name the header does not have
@@ -144,8 +144,7 @@ def _measure(
     ends = np.cumsum([len(rows) for rows in split_by_record(matched.waits, len(records))])
     exposed = (np.split(times, ends[:-1]) for times in (blocked.wait, blocked.transfer))
     for record, wait, transfer in zip(records, *exposed, strict=True):
-        step_ends = record.events_in(State.STEP)["end"]
-        steps += int(((step_ends > within.start) & (step_ends <= within.end)).sum())
+        steps += count_steps(record, within)
         _add_launches(sums, record, within)
         _add_waits(sums, record, wait, transfer)
     if not steps:

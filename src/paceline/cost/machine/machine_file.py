@@ -18,6 +18,7 @@ from ...cluster.topology.local_resources import parse_ranges
 from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError
 from ...security.outputs import write_output
+from ..collectives import bus_factor
 from .dataclass_tree import UNLIMITED as UNLIMITED
 from .dataclass_tree import from_tree, shorten, to_tree
 from .read_toml import read_toml
@@ -28,15 +29,6 @@ MAX_BYTES = 32 << 20  # enough for 100,000 links between hosts
 MAX_MASK_CHARS = 4096
 _MASK = re.compile(r"(\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)?")  # up to core 9,999
 FLOPS, BANDWIDTH, SECONDS, FILES = "FLOP/s", "B/s", "s", "files/s"
-# Bus bandwidth over algorithm bandwidth, by operation, for p ranks; defined as in nccl-tests.
-_BUS = {
-    "all-reduce": lambda p: 2 * (p - 1) / p,
-    "reduce-scatter": lambda p: (p - 1) / p,
-    "all-gather": lambda p: (p - 1) / p,
-    "all-to-all": lambda p: (p - 1) / p,
-}
-
-
 # Field metadata: the unit of a figure, and whether a number may be unlimited (dataclass_tree.py).
 _FLOPS, _BANDWIDTH, _SECONDS, _FILES = ({"unit": u} for u in (FLOPS, BANDWIDTH, SECONDS, FILES))
 _LIMIT = {"unlimited": True}
@@ -249,7 +241,8 @@ class Collective:
         rate = size.algbw
         if rate is None:
             return None
-        factor = _BUS[self.operation](self.ranks) if self.operation in _BUS else 1.0
+        factor = bus_factor(self.operation, self.ranks)
+        factor = 1.0 if factor is None else factor
         median, low, high = (factor * x for x in (rate.median, rate.low, rate.high))
         return Figure(median, low, high, rate.n, BANDWIDTH)
 

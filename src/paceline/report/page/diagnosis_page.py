@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
+from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.line_profile import Doing, LineProfile, SampledLine
 from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.diagnosis.rules.operators import findings
@@ -19,7 +20,7 @@ from .. import remedies as cures
 from ..numbers import amount, counted, joined, percent
 from ..state_names import STATE_NAMES
 from ..survey import describe_survey
-from ..terminal.diagnose import NAMES, Diagnosis, computing, rate_unit, waits_for_cores
+from ..terminal.diagnose import NAMES, computing, rate_unit, waits_for_cores
 from ..terminal.diagnosis.lines import (
     MIN_LINE_SHARE,
     describe_doing,

@@ -1,9 +1,9 @@
 """Diagnosis as terminal text and as JSON: waterfall, experiment and record compared, causes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,13 +18,11 @@ from ...analyze.diagnosis.causes import (
     uncertain_bars,
 )
 from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS
-from ...analyze.diagnosis.line_profile import LineProfile
-from ...analyze.diagnosis.operator_profile import OperatorProfile
+from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.remedy import Remedy
 from ...analyze.diagnosis.rungs import Interval, Waterfall
 from ...analyze.diagnosis.table import INDICATORS
 from ...analyze.figures.report import Report
-from ...analyze.figures.step_work import Roofline
 from .. import remedies as cures
 from ..numbers import amount, counted, elapsed, finite, percent
 from ..sentences import core_wait_sentence
@@ -39,47 +37,6 @@ from .step_work import reaches
 NAMES = {one.name: one.title for one in INDICATORS.values()}
 
 MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed
-
-
-class Diagnosis(Protocol):
-    """Result of ``study.diagnose``, as far as this report reads it."""
-
-    @property
-    def command(self) -> list[str]: ...
-    @property
-    def options(self) -> list[str]: ...
-    @property
-    def ladder(self) -> Any: ...
-    @property
-    def report(self) -> Report: ...
-    @property
-    def waterfall(self) -> Waterfall | None: ...
-    @property
-    def witnesses(self) -> list[Witness]: ...
-    @property
-    def causes(self) -> list[Cause]: ...
-    @property
-    def usual(self) -> list[Cause]: ...
-    @property
-    def unconfirmed(self) -> list[Cause]: ...
-    @property
-    def notes(self) -> list[str]: ...
-    @property
-    def roofline(self) -> Roofline | None: ...
-    @property
-    def operators(self) -> OperatorProfile | None: ...
-    @property
-    def remedies(self) -> Sequence[Remedy]: ...
-    @property
-    def tried(self) -> Any: ...
-    @property
-    def after(self) -> "Diagnosis | None": ...
-    @property
-    def lines(self) -> LineProfile | None: ...
-    @property
-    def off(self) -> Mapping[str, cures.PredictionError]: ...
-    @property
-    def minutes(self) -> float: ...
 
 
 def render(found: Diagnosis, width: int = 100) -> RenderableType:

@@ -2,42 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from ...analyze.diagnosis.causes import MIN_SHARE, OPERATORS, Cause, uncertain_bars
+from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.remedy import Remedy
 from ...analyze.diagnosis.rungs import Waterfall
 from ...analyze.diagnosis.table import CAUSES, INDICATORS
-from ...analyze.figures.report import Report
 from ...knobs.registry import KNOBS
 from ..numbers import percent
 from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, with_comment
 
 
-class Diagnosed(Protocol):
-    """A diagnosis, as far as a verdict reads it."""
-
-    @property
-    def command(self) -> list[str]: ...
-    @property
-    def options(self) -> Sequence[str]: ...
-    @property
-    def report(self) -> Report: ...
-    @property
-    def waterfall(self) -> Waterfall | None: ...
-    @property
-    def causes(self) -> list[Cause]: ...
-    @property
-    def usual(self) -> list[Cause]: ...
-    @property
-    def notes(self) -> list[str]: ...
-    @property
-    def remedies(self) -> Sequence[Remedy]: ...
-    @property
-    def tried(self) -> Any: ...
-
-
-def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
+def verdict_of_diagnosis(found: Diagnosis) -> Verdict:
     """Return what limits a training, according to its diagnosis."""
     if found.waterfall is None:
         return _without_experiments(found)
@@ -63,13 +39,13 @@ def _lost_to(cause: Cause) -> str:
     return CAUSES[cause.id].lost_to
 
 
-def _next(found: Diagnosed, cause: Cause) -> str:
+def _next(found: Diagnosis, cause: Cause) -> str:
     """Return the kept remedy with the largest gain, or else the first one for the cause."""
     trials = [] if found.tried is None else found.tried.trials
-    kept = [one for one in trials if one.kept and one.gain is not None]
+    kept = [(one.gain.mean, one.remedy) for one in trials if one.kept and one.gain is not None]
     if kept:
-        best = max(kept, key=lambda one: one.gain.mean)
-        return f"{_edit(best.remedy)} (measured gain {100 * best.gain.mean:+.0f} %)"
+        gain, best = max(kept, key=lambda both: both[0])
+        return f"{_edit(best)} (measured gain {100 * gain:+.0f} %)"
     dropped = set() if found.tried is None else found.tried.decided
     left = [one for one in found.remedies if one.knob not in dropped]
     first = [one for one in left if one.cause == cause.id]
@@ -82,7 +58,7 @@ def _next(found: Diagnosed, cause: Cause) -> str:
     )
 
 
-def _apply(found: Diagnosed, remedy: Remedy) -> str:
+def _apply(found: Diagnosis, remedy: Remedy) -> str:
     """Return the command that measures a remedy, or the edit that it needs."""
     gain = remedy.gain
     predicted = f"predicted gain {100 * gain.mean:+.0f} %" if gain is not None else ""
@@ -95,11 +71,11 @@ def _edit(remedy: Remedy) -> str:
     return f"line {remedy.line}: {remedy.edit}" if remedy.line is not None else remedy.edit
 
 
-def _command(found: Diagnosed, wanted: Sequence[str]) -> str:
+def _command(found: Diagnosis, wanted: Sequence[str]) -> str:
     return diagnose_command(without_values(found.options), found.command, wanted)
 
 
-def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
+def _without_cause(found: Diagnosis, w: Waterfall, reached: str) -> Verdict:
     doubtful = uncertain_bars(w, found.usual)
     limit = f"{100 * MIN_SHARE:.0f} %"
     said = f"No cause takes {limit} of a step's time or more: {reached} of the ideal is reached."
@@ -131,7 +107,7 @@ def _bar(name: str) -> str:
     return INDICATORS[name].title
 
 
-def _without_experiments(found: Diagnosed) -> Verdict:
+def _without_experiments(found: Diagnosis) -> Verdict:
     said = "Paceline cannot determine what limits the training: experiments are missing."
     note = next(iter(found.notes), "the script could not be measured with parts switched off")
     why, _, hint = note.partition(" HINT: ")

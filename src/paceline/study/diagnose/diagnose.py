@@ -4,16 +4,13 @@ import functools
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...analyze.diagnosis.build_line_profile import profile_of_runs
 from ...analyze.diagnosis.causes import (
-    Cause,
     Evidence,
-    Witness,
     causes,
     operator_causes,
     ranked,
@@ -21,16 +18,17 @@ from ...analyze.diagnosis.causes import (
     unconfirmed_causes,
     witnesses,
 )
+from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
+from ...analyze.diagnosis.ladder_results import Ladder
 from ...analyze.diagnosis.lateness import computing_spread, lateness
-from ...analyze.diagnosis.line_profile import LineProfile
+from ...analyze.diagnosis.line_profile import LineProfile, profile_of_runs
 from ...analyze.diagnosis.operator_profile import (
-    OperatorProfile,
     combine_profiles,
     profile_notes,
 )
-from ...analyze.diagnosis.remedy import Remedy
+from ...analyze.diagnosis.remedy import Trial, TrialResults
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.diagnosis.rungs import RungResult, Waterfall, waterfall
@@ -46,12 +44,9 @@ from ...predict import history
 from ...predict.remedies import remedies
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .ladder import climb_ladder
-from .ladder_results import Ladder
 from .run_script import OutOfTimeError, RunRequest
 from .try_remedies import (
     ALL,
-    Trial,
-    TrialResults,
     confirm_kept,
     select_remedies,
     try_remedies,
@@ -112,52 +107,6 @@ MAX_SPREAD = 0.15  # standard deviation of the rounds' step times over their med
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Result of ``paceline diagnose``.
-
-    Attributes:
-        command: The script and its arguments.
-        ladder: The measured rungs.
-        report: Report of the measured steps of the last run in which nothing is switched off.
-        waterfall: None if a rung that it needs could not be run; ``notes`` contain the reason.
-        witnesses: Shares of a step's time according to experiment and record.
-        causes: Causes of lost time, the largest first.
-        notes: Remarks for the user.
-        roofline: The script's computation compared with the limits of its machine; None without a
-            machine file.
-        remedies: Proposed remedies.
-        tried: Remedies that ``--try`` measured, or None.
-        after: Diagnosis with all remedies that were kept; None if none was kept.
-        lines: Time by line of the script; None if nothing was sampled.
-        usual: Losses that any training on several ranks has, too small to be causes.
-        unconfirmed: Expected causes that no experiment confirms.
-        off: Error of earlier predictions, by kind of prediction.
-        options: Options of ``paceline diagnose`` that choose the ranks and how they run.
-        operators: What a step computes, by line and operator; None if it could not be profiled.
-        minutes: Time budget.
-    """
-
-    command: list[str]
-    ladder: Ladder
-    report: Report
-    waterfall: Waterfall | None
-    witnesses: list[Witness]
-    causes: list[Cause]
-    notes: list[str]
-    roofline: Roofline | None = None
-    remedies: list[Remedy] = field(default_factory=list)
-    tried: TrialResults | None = None
-    after: "Diagnosis | None" = None
-    lines: LineProfile | None = None
-    usual: list[Cause] = field(default_factory=list)
-    unconfirmed: list[Cause] = field(default_factory=list)
-    off: dict[str, history.PredictionError] = field(default_factory=dict)
-    options: list[str] = field(default_factory=list)
-    operators: OperatorProfile | None = None
-    minutes: float = 0.0
 
 
 def total_deadline(minutes: float, tries: bool) -> Deadline:

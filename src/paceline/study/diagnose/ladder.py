@@ -10,6 +10,17 @@ from collections.abc import Callable
 
 from ...analyze.diagnosis.descriptions import FirstRun
 from ...analyze.diagnosis.exchanged_calls import CollectiveKind, measure_exchanged_calls
+from ...analyze.diagnosis.ladder_results import (
+    COMPLETE,
+    FAILED,
+    INTERRUPTED,
+    OUT_OF_TIME,
+    RUNGS,
+    Hypothesis,
+    Ladder,
+    hypotheses,
+    rung_name,
+)
 from ...analyze.diagnosis.rare_events import survey
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rungs import EndedError, RungResult, measure_rung
@@ -29,17 +40,6 @@ from ...record.experiments.rung import (
 from ...record.ring.states import State
 from ..script_runs.deadline import MINUTE_S
 from ..trials import done_steps
-from .ladder_results import (
-    COMPLETE,
-    FAILED,
-    INTERRUPTED,
-    OUT_OF_TIME,
-    RUNGS,
-    Hypothesis,
-    Ladder,
-    hypotheses,
-    rung_name,
-)
 from .plan import (
     LEAST_STEPS,
     Plan,

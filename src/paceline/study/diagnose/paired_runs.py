@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...analyze.diagnosis.remedy import Losses
 from ...analyze.diagnosis.rungs import Interval, measure_rung
 from ...analyze.records.load_run import Run
 from ...knobs.registry import KNOBS
@@ -26,34 +27,11 @@ MIN_GAIN = 0.02  # a trial ends when a larger gain can be excluded
 FUTILE_TAIL = 0.05  # probability of excluding it wrongly
 # Half of the interval of a gain at which its measurement ends: absolute, and relative to the gain.
 TIGHT, TIGHT_OF_GAIN = 0.02, 0.07
-MAX_LOSS_INCREASE = (
-    0.01  # relative increase of the loss that is accepted for a knob that changes numbers
-)
 WORKERS = "loader-workers"
 
 
 class NoEffectError(Exception):
     """A knob had no effect in the script."""
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Training losses without and with a knob.
-
-    Attributes:
-        without: Mean loss without the knob.
-        with_it: Mean loss over the same steps with the knob.
-        spread: Largest minus smallest mean loss of the runs without the knob.
-    """
-
-    without: float
-    with_it: float
-    spread: float
-
-    @property
-    def worse(self) -> bool:
-        """Whether the loss increases by more than ``spread`` and ``MAX_LOSS_INCREASE``."""
-        return self.with_it - self.without > max(self.spread, MAX_LOSS_INCREASE * abs(self.without))
 
 
 @dataclass(frozen=True)

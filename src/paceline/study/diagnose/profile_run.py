@@ -1,10 +1,9 @@
 """The run of ``paceline diagnose`` that profiles the operators of a few steps."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-from ...analyze.records.operator_file import OperatorFile, read_operator_files
+from ...analyze.records.operator_file import OperatorFiles, read_operator_files
 from ...record.experiments.rung import EVERYTHING, PROFILED_STEPS, Rung
 from .plan import MIN_STEPS_SHORT_RUN, RoundCost
 from .run_script import FailedError, OutOfTimeError, Runner
@@ -13,14 +12,6 @@ STEPS_BEFORE = 10  # measured steps before the profile
 TIME_SHARE = 0.2  # of the time left, at most, for this run
 SLOWDOWN = 5.0  # expected, of a step whose operators are profiled
 LIMIT_FACTOR, MIN_LIMIT_S = 5.0, 60.0  # of the expected duration; then the run counts as failed
-
-
-@dataclass(frozen=True)
-class OperatorFiles:
-    """Profiles of the ranks that have one, and the reasons why others have none."""
-
-    files: list[OperatorFile]
-    notes: list[str]
 
 
 def profile_operators(runner: Runner, cost: RoundCost, script_steps: int | None) -> OperatorFiles:

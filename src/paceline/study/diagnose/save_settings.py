@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.remedy import TrialResults
 from ...knobs.settings import Setting, write_settings
 from ...report.numbers import percent
 from ...report.remedies import format_gain
-from .diagnose import Diagnosis
-from .try_remedies import TrialResults
 
 
 def save_kept_settings(found: Diagnosis, path: Path) -> str:

@@ -10,10 +10,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from ...analyze.diagnosis.remedy import Remedy
+from ...analyze.diagnosis.remedy import Remedy, Trial, TrialResults
 from ...analyze.diagnosis.rungs import Interval
 from ...knobs.knob import Switch
 from ...knobs.registry import KNOBS
@@ -24,7 +24,6 @@ from ...significance import SharedLevel
 from .paired_runs import (
     LOOKS,
     TIGHT,
-    Losses,
     NoEffectError,
     Pair,
     PairedRuns,
@@ -34,8 +33,6 @@ from .paired_runs import (
 )
 from .run_script import OUT_OF_TIME, FailedError, OutOfTimeError, Runner, RunRequest
 
-# Probability that a remedy without an effect is kept, in all passes of trials.
-FALSE_KEEP_LEVEL = 0.1
 # Part of what the passes before left that each pass spends, and shares among its remedies. There is
 # a second pass only if the first one has kept a remedy.
 SPENT_IN_PASS = 0.75
@@ -51,71 +48,6 @@ MAX_MICRO_STEPS = 15  # most steps of each of these rounds
 # share of the throughput with the knob.
 MICRO_UNCERTAINTY = 0.07
 ALL = "all"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Result of trying one remedy.
-
-    Gains are shares of the throughput.
-
-    Attributes:
-        remedy: The remedy.
-        predicted: Gain that was predicted before the trial, with all settings kept by then.
-        gain: Measured gain; None if it could not be measured. The remedy is kept only if the
-            interval is above zero: its ends allow for the number of looks and of remedies.
-        kept: Whether the remedy helped and is kept.
-        why: Reason why the remedy was not kept or not tried; may be empty.
-        rounds: Number of measured rounds.
-        loss: Training losses, for a knob that changes numbers.
-        source: Source of ``predicted``.
-        first: Original prediction, if a micro-measurement refined it.
-        late: Whether there was no time left to try the remedy, or to measure enough of it.
-    """
-
-    remedy: Remedy
-    predicted: Interval | None
-    gain: Interval | None
-    kept: bool
-    why: str = ""
-    rounds: int = 0
-    loss: Losses | None = None
-    source: str = ""
-    first: Interval | None = None
-    late: bool = False
-
-    @property
-    def off(self) -> float | None:
-        """Measured minus predicted gain, as a share of the throughput."""
-        if self.gain is None or self.predicted is None:
-            return None
-        return self.gain.mean - self.predicted.mean
-
-
-@dataclass
-class TrialResults:
-    """Results of all trials.
-
-    Attributes:
-        trials: Trials in their order.
-        kept: Values of the knobs that were kept.
-        faster: Throughput with the kept knobs, relative to the throughput at the beginning: of
-            ``confirmed``, else the product of the trials.
-        confirmed: Gain of all kept remedies together, measured after the trials; None if none was
-            kept, or there was no measurement.
-        level_left: Probability of keeping a remedy without an effect that later passes may spend.
-    """
-
-    trials: list[Trial] = field(default_factory=list)
-    kept: dict[str, Any] = field(default_factory=dict)
-    faster: float = 1.0
-    confirmed: Interval | None = None
-    level_left: float = FALSE_KEEP_LEVEL
-
-    @property
-    def decided(self) -> set[str]:
-        """Knobs that need no further trial: all that were tried, unless the time was over."""
-        return {trial.remedy.knob for trial in self.trials if not trial.late}
 
 
 def select_remedies(names: list[str], remedies: list[Remedy]) -> list[Remedy]:

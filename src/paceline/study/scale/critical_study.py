@@ -37,7 +37,7 @@ from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.states import State
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ..trials import InterruptedTrialError, ScriptRequest, Trial, Trials, TrialSpec
+from ..trials import InterruptedTrialError, NoResultError, ScriptRequest, Trial, Trials, TrialSpec
 from .plan import FIRST_STEPS, SEED, USED_SHARE, filled_in, uses_template
 from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
 from .run_setup import NO_BATCH_HINT, NO_SAMPLES, is_near
@@ -157,36 +157,26 @@ class BranchRunner:
     def _outcome(self, branch: Branch, trial: Trial) -> BranchOutcome:
         run = BranchRun(branch.multiple, branch.seed, branch.parts, took_s=trial.took_s)
         try:
-            record = trial.load()
-        except (ValueError, OSError) as error:
-            return _failed(run, f"the record can't be read: {error}")
-        if stopped := trial.stopped(record):
-            return _failed(run, stopped)
-        if trial.code is None:
-            is_over = not self.trials.deadline.left_s
-            return _failed(run, f"it took longer than {branch.limit_s:.0f} s", early=is_over)
-        failure = trial.failure(record, counted(self.request.ranks, "rank"))
-        if failure is not None:
-            return _failed(run, failure.short, failure.text)
-        assert record is not None, "a trial without a record has failed"
-        return self._measured(branch, run, record, trial)
-
-    def _measured(self, branch: Branch, run: BranchRun, record: Run, trial: Trial) -> BranchOutcome:
-        """Return the outcome of a run that ended without a failure."""
-        first, optimizers = _first_step(record), _optimizers(record)
-        if first is None:
-            return _failed(
-                run,
-                "it made no step: the training is complete in its checkpoint. HINT: more epochs in "
-                "ARGS, or an earlier checkpoint",
-            )
-        try:
-            figures = figures_of_run(record)
-            samples, losses = self._losses(branch, trial, figures, first)
+            record = trial.finished_record(counted(self.request.ranks, "rank"))
+            return self._measured(branch, run, record, trial)
+        except NoResultError as failure:
+            early = trial.code is None and not self.trials.deadline.left_s
+            return _failed(run, str(failure), failure.text, early=early)
         except ValueError as error:
             return _failed(run, str(error))
+
+    def _measured(self, branch: Branch, run: BranchRun, record: Run, trial: Trial) -> BranchOutcome:
+        """Return the outcome of a run that ended. Raises ValueError if it has no result."""
+        first, optimizers = _first_step(record), _optimizers(record)
+        if first is None:
+            raise NoResultError(
+                "it made no step: the training is complete in its checkpoint. HINT: more epochs in "
+                "ARGS, or an earlier checkpoint"
+            )
+        figures = figures_of_run(record)
+        samples, losses = self._losses(branch, trial, figures, first)
         if why := self._wrong_batch(branch, record, figures):
-            return _failed(run, why)
+            raise NoResultError(why)
         noise = [(small, big, one, whole) for small, big, one, whole in _noise_rows(record)]
         run = BranchRun(
             *(run.multiple, run.seed, run.parts, samples, losses, noise),

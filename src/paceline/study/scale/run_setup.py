@@ -17,7 +17,7 @@ from ...analyze.records.state_timeline import find_window
 from ...analyze.reference.goal import Goal, parse_goal
 from ...analyze.reference.reference_file import RECORD_FILE, read_reference
 from ...analyze.reference.series import Series
-from ...analyze.scaling.figures_of_run import TooShortError, figures_of_run, recorded_batch
+from ...analyze.scaling.figures_of_run import figures_of_run, recorded_batch
 from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER, write_run
 from ...analyze.scaling.study_model import (
     KNOB,
@@ -41,7 +41,7 @@ from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.recorder import clock_id
 from ...record.ring.states import State
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ..trials import InterruptedTrialError, Trial, Trials, TrialSpec
+from ..trials import InterruptedTrialError, NoResultError, Trial, Trials, TrialSpec
 from .daemon_processes import DaemonProcesses
 from .places import Place
 from .plan import SEED, filled_in, uses_template
@@ -420,36 +420,40 @@ class SetupRunner:
         name = f"{RUNS_FOLDER}/{one.path.name}"
         run = StudyRun(name, one.setup, one.repeat, hosts=hosts)
         run = replace(run, took_s=trial.took_s, started=trial.started)
-        who = counted(run.setup.ranks, "rank")
         try:
-            record = trial.load()
-        except (ValueError, OSError) as error:
-            return SetupResult(replace(run, failure=f"the record can't be read: {error}"))
-        if stopped := trial.stopped(record):
-            return SetupResult(replace(run, failure=stopped))
-        if trial.code is None and plan.steps:
-            return SetupResult(replace(run, failure=f"it took longer than {plan.limit_s:.0f} s"))
-        failure = trial.failure(record, who)
-        if failure is not None and (trial.code is not None or record is None):
-            return SetupResult(replace(run, failure=failure.short), text=failure.text)
-        assert record is not None, "a trial without a record has failed"
-        try:
-            figures = figures_of_run(record)
-            end = None if plan.steps else self._end(trial, record, run.setup)
-        except (TooShortError, ValueError) as error:
+            who = counted(run.setup.ranks, "rank")
+            record = trial.finished_record(who, may_end_early=not plan.steps)
+            return SetupResult(self._measured(one, run, trial, record, machine, meter))
+        except NoResultError as failure:
+            return SetupResult(replace(run, failure=str(failure)), text=failure.text)
+        except ValueError as error:
             return SetupResult(replace(run, failure=str(error)))
+
+    def _measured(
+        self,
+        one: "_Begun",
+        run: StudyRun,
+        trial: Trial,
+        record: Run,
+        machine: MachineState,
+        meter: EnergyMeter,
+    ) -> StudyRun:
+        """Return the run with its figures. Raises ValueError if they cannot be used."""
+        plan = one.plan
+        figures = figures_of_run(record)
+        end = None if plan.steps else self._end(trial, record, run.setup)
         has_seed = end is not None or any(SEED in word for word in self.request.args)
         seed = run.repeat if has_seed else None
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
         energy, notes = measured_energy(meter, record, figures, one.first_host + run.hosts)
         figures = replace(figures, energy=energy, energy_notes=notes)
         if why := _other_layout(run.setup, figures):
-            return SetupResult(replace(run, failure=why))
+            raise NoResultError(why)
         parts = self._parts(run.setup, plan, figures)
         how, why = self._check_batch(run.setup, plan, record, figures, parts)
         if why:
-            return SetupResult(replace(run, failure=why))
-        return SetupResult(replace(run, figures=figures, batch_how=how, batch_parts=parts))
+            raise NoResultError(why)
+        return replace(run, figures=figures, batch_how=how, batch_parts=parts)
 
     def _end(self, trial: Trial, record: Run, setup: Setup) -> TargetResult | None:
         """Return how a run to the target ended."""

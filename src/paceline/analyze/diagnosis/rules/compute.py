@@ -26,17 +26,17 @@ from ..rungs import Interval, reference_name
 MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes
 
 
-def float64_share(e: Evidence) -> float:
-    """Return the share of time that float64 costs over float32.
+def _float64_cost(facts: Mapping[str, Any]) -> float:
+    """Return the share of a matrix product that float64 costs over float32, as measured in both.
 
-    It is estimated from a matrix product that was measured in both dtypes.
+    0 if most parameters are not float64.
     """
-    sizes, took = e.first_facts.get("parameters", {}), e.first_facts.get("product_s", {})
-    if sizes.get("float64", 0) <= MIN_FLOAT64_SHARE * sum(sizes.values()) or len(took) < 2:
+    sizes, took = facts.get("parameters", {}), facts.get("product_s", {})
+    if sizes.get("float64", 0) <= MIN_FLOAT64_SHARE * sum(sizes.values()):
         return 0.0
-    own = [rank["useful"] for rank in e.report.states]
-    useful = sum(own) / len(own) if own else 0.0
-    return float(useful * max(1 - took["float32"] / took["float64"], 0.0))
+    if not took.get("float64") or "float32" not in took:
+        return 0.0
+    return float(max(1 - took["float32"] / took["float64"], 0.0))
 
 
 def precision(e: Evidence) -> NamedCause:
@@ -87,13 +87,20 @@ def memory(e: Evidence) -> NamedCause:
     return "memory-limit", sentence, {"waiting": share}
 
 
+def _mean_share(e: Evidence, rung: str, what: str) -> float:
+    """Return the share of time in which ranks do something in a rung; mean of the ranks."""
+    used = e.used(rung)
+    shares = [one.get(what, {}).get("seconds", 0.0) / one["seconds"] for one in used]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
 def collecting_share(e: Evidence) -> float:
     """Return the share of time in which ranks collect garbage; mean of the ranks."""
     return _mean_share(e, "everything", "collecting")
 
 
 def collector(e: Evidence) -> NamedCause:
-    each = [one.get("collecting", {}) for c in e.rungs.get("everything", []) for one in c.used]
+    each = [one.get("collecting", {}) for one in e.used("everything")]
     most: dict[str, Any] = max(each, key=lambda one: one.get("seconds", 0.0), default={})
     count = most.get("count", 0) / e.steps
     where = f", mostly in {place(most)}" if "file" in most else ""
@@ -123,15 +130,8 @@ def _other_threads_cores(e: Evidence) -> float:
     return _mean_share(e, "silent", "others")
 
 
-def _mean_share(e: Evidence, rung: str, what: str) -> float:
-    """Return the share of time in which ranks do something in a rung; mean of the ranks."""
-    used = e.used(rung)
-    shares = [one.get(what, {}).get("seconds", 0.0) / one["seconds"] for one in used]
-    return sum(shares) / len(shares) if shares else 0.0
-
-
 def interpreter(e: Evidence) -> NamedCause:
-    other_threads = [one.get("others", {}) for c in e.rungs.get("silent", []) for one in c.used]
+    other_threads = [one.get("others", {}) for one in e.used("silent")]
     busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
     where = f" ({place(busiest)})" if "file" in busiest else ""
     sentence = (
@@ -185,16 +185,6 @@ def search(e: Evidence) -> NamedCause:
 # Descriptions
 
 
-def _expected_float64(first: FirstRun) -> float:
-    """Return the share that float64 costs over float32, if all of a step is matrix products."""
-    sizes, took = first.facts[0].get("parameters", {}), first.facts[0].get("product_s", {})
-    if sizes.get("float64", 0) <= MIN_FLOAT64_SHARE * sum(sizes.values()):
-        return 0.0
-    if not took.get("float64") or "float32" not in took:
-        return 0.0
-    return float(max(1 - took["float32"] / took["float64"], 0.0))
-
-
 def _remains_float64(facts: Facts, used: Facts) -> str:
     sizes = facts[0].get("parameters", {})
     return "the parameters remain float64" if sizes.get("float64") else ""
@@ -239,16 +229,11 @@ def _faults_of(rung: str, without: str) -> Callable[[Evidence], float]:
     return overlap
 
 
-def _expected_collections(first: FirstRun) -> float:
-    return largest_share(first.used, "collecting")
-
-
 def _collected_between_phases(e: Evidence) -> float:
     """Return the share of work between the phases of a step in lines that collect garbage."""
     at = {
         (one["collecting"]["file"].rpartition("/")[2], one["collecting"].get("line"))
-        for result in e.rungs.get("everything", [])
-        for one in result.used
+        for one in e.used("everything")
         if "file" in one.get("collecting", {})
     }
     found = sum(
@@ -270,10 +255,6 @@ def _collected_unevenly(e: Evidence) -> float:
                 each.setdefault(rank, []).append(seconds / one["seconds"])
     means = [sum(shares) / len(shares) for shares in each.values()]
     return max(means) - min(means) if means else 0.0
-
-
-def _expected_threads(first: FirstRun) -> float:
-    return largest_share(first.used, "others")
 
 
 def _why_not_paused(facts: Facts, used: Facts) -> str:
@@ -388,13 +369,13 @@ INDICATORS = (
         "share, times the additional time of a matrix product in float64 compared with float32 on "
         "these cores.",
         precision,
-        float64_share,
+        lambda e: e.useful_share * _float64_cost(e.first_facts),
         experiment=Experiment(
             "float32 instead of float64",
             "everything",
             "all ranks, float32 instead of float64",
             SINGLE_PRECISION,
-            _expected_float64,
+            lambda first: _float64_cost(first.facts[0]),
             is_separate=True,
             why_void=_remains_float64,
         ),
@@ -434,7 +415,7 @@ INDICATORS = (
             reference_name(NO_COLLECTION),
             "all ranks, no garbage collection",
             NO_COLLECTION,
-            _expected_collections,
+            lambda first: largest_share(first.used, "collecting"),
             "interleaved with it: garbage collection",
         ),
         overlaps={"script": _collected_between_phases, "uneven": _collected_unevenly},
@@ -452,7 +433,7 @@ INDICATORS = (
             "everything",
             "all ranks, other Python threads paused",
             THREADS_PAUSED,
-            _expected_threads,
+            lambda first: largest_share(first.used, "others"),
             "interleaved with it: other Python threads running",
             is_separate=True,
             why_void=_why_not_paused,

@@ -1,17 +1,25 @@
-"""Rules for slow communication: bytes, number of calls, time of the calls, or late ranks."""
+"""Rules for slow communication: bytes, number of calls, time of the calls, or late ranks.
 
+All communication together is switched off by an experiment. The record divides what that saves
+between the exchange of gradients and other collectives, by what these carry: buffers, metrics,
+objects, barriers. DDP's broadcasts of buffers have an experiment of their own if they may be long.
+"""
+
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 from ....plurals import counted
+from ....record.experiments.rung import NO_BROADCASTS
+from ....record.ring.states import Op
 from ...figures.process_groups import Collective, Group
-from ..descriptions import COMMUNICATION, CauseKind, Indicator
-from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
-from ..exchanged_calls import ExchangedCalls
+from ..descriptions import COMMUNICATION, CauseKind, Experiment, Facts, Indicator, Rule, saved
+from ..evidence import LATENCY_BOUND_BYTES, MIN_SHARE, Evidence, NamedCause
+from ..exchanged_calls import CollectiveKind, ExchangedCalls
 from ..gradient_sync import GradientSync
-from ..rungs import Interval
-from . import exchange_parts
+from ..rungs import Interval, reference_name
 from .layouts import sharded_exchange, tensor_exchange
+from .lines import at_line
 from .ranks import alternating, late_without_cores, noisy
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
@@ -26,6 +34,14 @@ SMALL_BUCKET_BYTES = 1 << 20  # below it, buckets are too small if there are man
 DDP_BUCKET_CAP_BYTES = 25 << 20
 SINGLE_BUCKET_BYTES = 26 << 20
 MIN_GRADIENT_SHARE = 0.5  # of the parameters' bytes: then the communication is of gradients
+WITNESSES = {
+    CollectiveKind.BUFFER: "buffers",
+    CollectiveKind.METRIC: "metrics",
+    CollectiveKind.OBJECT: "objects",
+    CollectiveKind.BARRIER: "barriers",
+}
+MAIN_PART = 0.5  # of the communication time: a larger part is reported separately, however short
+MAX_LINES = 5
 
 
 def exchange(e: Evidence) -> NamedCause | None:
@@ -42,7 +58,9 @@ def exchange(e: Evidence) -> NamedCause | None:
         return alternating(e)
     if calls.name == "barrier":
         return _barriers(e, calls)
-    if (said := tensor_exchange(e, group, calls, _figures(e, calls), _line_text(e))) is not None:
+    if (
+        said := tensor_exchange(e, group, calls, _figures(e, calls), at_line(_lines(e)))
+    ) is not None:
         return said
     if (said := sharded_exchange(e, calls, _figures(e, calls))) is not None:
         return said
@@ -61,7 +79,7 @@ def _costliest_collective(e: Evidence, group: Group) -> Collective | None:
 
 
 def _without_parts(e: Evidence, calls: Collective) -> Collective:
-    others = [one for one in exchange_parts.separate_calls(e) if _name(one) == calls.name]
+    others = [one for one in separate_calls(e) if one.name == calls.name]
     return replace(
         calls,
         count=max(calls.count - round(e.steps * sum(one.calls for one in others)), 0),
@@ -71,14 +89,10 @@ def _without_parts(e: Evidence, calls: Collective) -> Collective:
     )
 
 
-def _name(one: ExchangedCalls) -> str:
-    return one.site.op.name.lower().replace("_", "-")
-
-
 def _lines(e: Evidence) -> list[dict[str, object]]:
     """Return the lines of the collectives that are no causes of their own."""
-    separate = exchange_parts.separate_calls(e)
-    known = exchange_parts.lines_of([one for one in e.exchanged if one not in separate])
+    separate = separate_calls(e)
+    known = lines_of([one for one in e.exchanged if one not in separate])
     return known or [*e.lines.get("transfer", []), *e.lines.get("wait", [])][:5]
 
 
@@ -93,14 +107,9 @@ def _figures(e: Evidence, calls: Collective) -> dict[str, Any]:
     }
 
 
-def _line_text(e: Evidence) -> str:
-    lines = _lines(e)
-    return f" (line {lines[0]['line']}: {lines[0]['code']})" if lines else ""
-
-
 def _barriers(e: Evidence, calls: Collective) -> NamedCause:
     barriers = counted(calls.count / e.steps, "barrier")
-    sentence = f"all ranks wait in {barriers} per step{_line_text(e)}"
+    sentence = f"all ranks wait in {barriers} per step{at_line(_lines(e))}"
     return "synchronisation", sentence, _figures(e, calls)
 
 
@@ -169,12 +178,12 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
         sentence = (
             f"gradients are synchronized after the backward in {counted(g.calls_outside, 'call')} "
             f"of {calls.name} per step with {figures['bytes']:,.0f} bytes each, and latency "
-            f"dominates{_line_text(e)}: stack them, or use DistributedDataParallel"
+            f"dominates{at_line(_lines(e))}: stack them, or use DistributedDataParallel"
         )
         return "exchange-latency", sentence, figures
     sentence = (
         f"each step calls {calls.name} {counted(figures['calls_a_step'], 'time')} with "
-        f"{figures['bytes']:,.0f} bytes each, and latency dominates{_line_text(e)}"
+        f"{figures['bytes']:,.0f} bytes each, and latency dominates{at_line(_lines(e))}"
     )
     return "exchange-latency", sentence, figures
 
@@ -186,7 +195,7 @@ def _no_overlap(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause |
         return None
     sentence = (
         f"gradients of {g.bytes_outside / 1e6:.3g} MB are synchronized after the backward, without "
-        f"overlap{_line_text(e)}"
+        f"overlap{at_line(_lines(e))}"
     )
     return "no-overlap", sentence, _figures(e, calls)
 
@@ -204,20 +213,217 @@ def _bandwidth(e: Evidence, calls: Collective) -> NamedCause:
     return "exchange-bandwidth", sentence, figures
 
 
+# Collectives that are no exchange of gradients: buffers, metrics, objects, barriers
+
+
+def parts(e: Evidence) -> dict[CollectiveKind, float]:
+    """Return the parts of the communication time, by kind; those below MIN_SHARE are left out.
+
+    A wait for a late rank belongs to that rank. Only a barrier keeps the waits that no single rank
+    explains, because nothing else would make the ranks wait.
+    """
+    occasional = e.occasional_waits
+    switched_off = [one for one in e.exchanged if not _is_never_off(one)]
+    waits = sum(one.wait for one in e.exchanged)
+    kept = min(occasional / waits, 1.0) if waits else 0.0
+    times: dict[CollectiveKind, float] = defaultdict(float)
+    for one in switched_off:
+        is_barrier = one.site.kind == CollectiveKind.BARRIER
+        times[one.site.kind] += one.transfer + (kept * one.wait if is_barrier else 0.0)
+    transfer = e.loss_share("transfer") - never_off(e)
+    whole = max(transfer + occasional, sum(times.values()))
+    return {
+        kind: times[kind] / whole
+        for kind in WITNESSES
+        if times[kind] and times[kind] >= min(MIN_SHARE, MAIN_PART * whole)
+    }
+
+
+def _is_never_off(one: ExchangedCalls) -> bool:
+    """Return whether no experiment can switch a collective off, see NoCommunicationGroup."""
+    return one.site.kind == CollectiveKind.OBJECT and one.site.op in (Op.BROADCAST, Op.SCATTER)
+
+
+def never_off(e: Evidence) -> float:
+    """Return the share of transfers of objects that no experiment can switch off."""
+    return sum(one.transfer for one in e.exchanged if _is_never_off(one))
+
+
+def separate_calls(e: Evidence) -> list[ExchangedCalls]:
+    """Return the collectives that are causes of their own."""
+    kinds = parts(e)
+    return [one for one in e.exchanged if one.site.kind in kinds or _is_never_off(one)]
+
+
+def calls_of(e: Evidence, *kinds: CollectiveKind) -> list[ExchangedCalls]:
+    """Return the collectives of these kinds, those with most time first."""
+    return [one for one in e.exchanged if one.site.kind in kinds]
+
+
+def transfer_of(e: Evidence, kind: CollectiveKind) -> float:
+    """Return the share of transfers of a kind, without waits for a late rank."""
+    return sum(one.transfer for one in calls_of(e, kind))
+
+
+def lines_of(calls: list[ExchangedCalls]) -> list[dict[str, object]]:
+    """Return the lines of these collectives, as the evidence of a cause has them."""
+    whole = sum(one.transfer + one.wait for one in calls) or 1.0
+    return [
+        one.site.line.evidence((one.transfer + one.wait) / whole, one.site.what)
+        for one in calls
+        if one.site.line is not None
+    ][:MAX_LINES]
+
+
+# Id and sentence of the cause of each kind: not every step has a call.
+_NAMED = {
+    CollectiveKind.BUFFER: (
+        "buffer-broadcast",
+        "DDP broadcasts the buffers of the model before each forward, in {times} of {kb:.3g} kB "
+        "per step",
+    ),
+    CollectiveKind.METRIC: (
+        "metric-collectives",
+        "{times} of {size:,.0f} bytes per step exchange metrics",
+    ),
+    CollectiveKind.OBJECT: (
+        "object-collectives",
+        "Python objects are pickled and exchanged in {times} of {size:,.0f} bytes per step",
+    ),
+    CollectiveKind.BARRIER: ("synchronisation", "all ranks wait in {times} per step"),
+}
+
+
+def rule_for(kind: CollectiveKind) -> Rule:
+    """Return the rule that names the cause of one kind of collective."""
+
+    def rule(e: Evidence) -> NamedCause | None:
+        found = calls_of(e, kind)
+        if not found:
+            return None
+        count = sum(one.calls for one in found)
+        size = sum(one.calls * one.bytes for one in found) / max(count, 1e-9)
+        lines = lines_of(found)
+        figures: dict[str, Any] = {
+            "kind": str(kind),
+            "collective": found[0].name,
+            "bytes": size,
+            "calls_a_step": count,
+            "lines": lines,
+        }
+        name, sentence = _NAMED[kind]
+        what = "barrier" if kind == CollectiveKind.BARRIER else "collective"
+        times = counted(round(count), what) if count >= 1 else f"{count:.2g} {what}s"
+        return (
+            name,
+            sentence.format(times=times, size=size, kb=size / 1e3) + at_line(lines),
+            figures,
+        )
+
+    return rule
+
+
 # Descriptions
 
 
 def _rest(e: Evidence) -> float:
     """Return the part of the communication time that is no cause of its own."""
-    return max(1 - sum(exchange_parts.tested_parts(e).values()), 0.0)
+    return max(1 - sum(tested_parts(e).values()), 0.0)
 
 
 def _bar(e: Evidence) -> Interval | None:
-    whole = exchange_parts.switched_off(e, "silent", "exchange")
+    whole = switched_off(e, "silent", "exchange")
     return whole.scaled(_rest(e)) if whole is not None else None
 
 
+def switched_off(e: Evidence, rung: str, bar: str) -> Interval | None:
+    """Return the bar below a rung, or None if the rung could switch nothing off."""
+    results = e.rungs.get(rung, [])
+    counts = [one.cached if rung == "cached" else one.silent for one in results]
+    return e.waterfall.of_step(bar) if not results or any(counts) else None
+
+
+def tested_parts(e: Evidence) -> dict[CollectiveKind, float]:
+    """Return the ``parts`` that only the experiment without any communication measures."""
+    found = parts(e)
+    if BROADCASTS.saving(e) is not None:
+        found.pop(CollectiveKind.BUFFER, None)
+    return found
+
+
+def exchanged_share(e: Evidence) -> float:
+    """Return the share of a step in communication that the experiment can switch off."""
+    found = e.loss_share("transfer", doing=("transfer", "wait")) + e.occasional_waits
+    return found - never_off(e)
+
+
+def _part(kind: CollectiveKind, title: str, definition: str) -> Indicator:
+    """Return the indicator of a part of the communication."""
+
+    def record(e: Evidence) -> float:
+        found = tested_parts(e)
+        return found[kind] * exchanged_share(e) if kind in found else never_off(e)
+
+    def ladder(e: Evidence) -> Interval | None:
+        whole, factor = switched_off(e, "silent", "exchange"), tested_parts(e).get(kind)
+        return whole.scaled(factor) if whole is not None and factor is not None else None
+
+    def is_present(e: Evidence) -> bool:
+        is_object = kind == CollectiveKind.OBJECT
+        return kind in tested_parts(e) or (is_object and never_off(e) > 0)
+
+    return Indicator(
+        WITNESSES[kind], title, definition, rule_for(kind), record, ladder, is_present=is_present
+    )
+
+
+def _why_not_off(facts: Facts, used: Facts) -> str:
+    if any(one.get("broadcasting") for one in used):
+        return ""
+    return "the script broadcasts the buffers itself, and not DistributedDataParallel"
+
+
+BROADCASTS = Experiment(
+    NO_BROADCASTS,
+    reference_name(NO_BROADCASTS),
+    "all ranks, no broadcasts of buffers",
+    NO_BROADCASTS,
+    lambda first: first.broadcast_share,
+    "interleaved with it: broadcasts of buffers",
+    why_void=_why_not_off,
+)
+
 CAUSES = (
+    CauseKind(
+        "synchronisation",
+        COMMUNICATION,
+        "waiting for a value, an output or a barrier",
+        "barriers take 5 % of a step or half of the communication time, with the line of the "
+        "largest one; also if a line of the script waits for a value (`.item()`), prints or waits."
+        " A line that computes its value is `script`",
+        states=("other",),
+    ),
+    CauseKind(
+        "buffer-broadcast",
+        COMMUNICATION,
+        "broadcasts of the model's buffers",
+        "steps are shorter without DDP's broadcasts of buffers; with the line of the forward. If "
+        "that was not tested: they take 5 % of a step or half of the communication time",
+    ),
+    CauseKind(
+        "metric-collectives",
+        COMMUNICATION,
+        "collectives of metrics",
+        "collectives of at most 1 KiB outside of a backward, which carry no gradients or "
+        "parameters, take 5 % of a step or half of the communication time, with the line",
+    ),
+    CauseKind(
+        "object-collectives",
+        COMMUNICATION,
+        "exchanges of Python objects",
+        "collectives of Python objects (`all_gather_object`, `broadcast_object_list`, ...) take "
+        "5 % of a step or half of the communication time, with the line",
+    ),
     CauseKind(
         "accumulation-exchange",
         COMMUNICATION,
@@ -261,7 +467,41 @@ INDICATORS = (
         "Throughput of all ranks with their batches in memory: without communication, minus with "
         "communication.",
         exchange,
-        lambda e: _rest(e) * exchange_parts.exchanged_share(e),
+        lambda e: _rest(e) * exchanged_share(e),
         _bar,
+    ),
+    _part(
+        CollectiveKind.BUFFER,
+        "broadcasts of buffers",
+        "Part of the exchange: transfers of DDP's broadcasts of buffers, relative to all transfers"
+        " and waits of the exchange in the record.",
+    ),
+    _part(
+        CollectiveKind.METRIC,
+        "exchange of metrics",
+        "Part of the exchange: transfers of collectives outside of a backward with at most 1 KiB, "
+        "relative to all transfers and waits of the exchange in the record.",
+    ),
+    _part(
+        CollectiveKind.OBJECT,
+        "exchange of objects",
+        "Part of the exchange: transfers of pickled Python objects, relative to all transfers and "
+        "waits of the exchange in the record.",
+    ),
+    _part(
+        CollectiveKind.BARRIER,
+        "barriers",
+        "Part of the exchange: barriers, with the waits that no single rank explains, relative to "
+        "all transfers and waits of the exchange in the record.",
+    ),
+    Indicator(
+        "broadcasts",
+        "broadcasts of buffers",
+        "Time of steps with DDP's broadcasts of buffers, minus that of steps without them, "
+        "interleaved. The record: their transfers.",
+        rule_for(CollectiveKind.BUFFER),
+        lambda e: transfer_of(e, CollectiveKind.BUFFER) if BROADCASTS.saving(e) else None,
+        experiment=BROADCASTS,
+        overlaps={"exchange": lambda e: saved(BROADCASTS, e)},
     ),
 )

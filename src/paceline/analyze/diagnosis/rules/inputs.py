@@ -6,10 +6,11 @@ from ....plurals import counted
 from ..descriptions import INPUT, CauseKind, Indicator
 from ..evidence import LATENCY_BOUND_BYTES, MIN_SHARE, Evidence, NamedCause
 from ..line_profile import Doing
-from .exchange_parts import switched_off
+from .exchange import switched_off
 from .lines import loader_lines, mostly_in
 from .ranks import noisy, restricted_binding
 
+MIN_LINE_SHARE = 0.3  # of the time in which batches are made, for its line to be named
 WAITING = 0.5  # cores that a loader uses at most while it waits for files
 MIN_STARTING_SHARE = 0.5  # of the input time, spent in starting loaders
 MIN_KERNEL_SHARE = 0.5  # of the loader's CPU time, spent in the kernel or in opening files
@@ -26,7 +27,9 @@ def inputs(e: Evidence) -> NamedCause:
     lines = loader_lines(e) if name != "loader-start" else []
     if not lines:
         return name, sentence, evidence
-    return name, sentence + mostly_in(lines), evidence | {"loader_lines": lines}
+    most = float(str(lines[0]["share"]))
+    where = mostly_in(lines) if most >= MIN_LINE_SHARE else ""
+    return name, sentence + where, evidence | {"loader_lines": lines}
 
 
 def _inputs(e: Evidence) -> NamedCause:
@@ -145,14 +148,14 @@ def _opens_or_reads(loader: dict[str, float]) -> bool:
 
 
 def _loader_start(e: Evidence, evidence: dict[str, Any]) -> NamedCause:
-    found = [one.get("starts", 0) for c in e.rungs.get("everything", []) for one in c.used]
-    seconds = [one.get("starting", 0.0) for c in e.rungs.get("everything", []) for one in c.used]
-    each = sum(seconds) / max(sum(found), 1)
+    used = e.used("everything")
+    starts = sum(one.get("starts", 0) for one in used)
+    each = sum(one.get("starting", 0.0) for one in used) / max(starts, 1)
     sentence = (
         f"the loader takes {1e3 * each:.3g} ms to start in each epoch (persistent_workers=True "
         "lets its workers continue)"
     )
-    return "loader-start", sentence, evidence | {"seconds_a_start": each, "starts": sum(found)}
+    return "loader-start", sentence, evidence | {"seconds_a_start": each, "starts": starts}
 
 
 def _file_access(

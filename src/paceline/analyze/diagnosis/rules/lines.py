@@ -1,7 +1,7 @@
 """Rules that name a line of the user's code: where time goes that no other cause explains."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ MIN_OF_WAITS = 0.3  # of the waits for a rank: then its line is their reason
 MIN_EXCESS = 0.3  # of a rank's time in a line of its own work, that other ranks do not have
 MIN_OTHER_EXCESS = 0.7  # the same in a line with operators, where ranks differ by chance
 MIN_SAMPLES = 5  # of a rank in a line
-MIN_OF_STATE = 0.3  # of the time in a state, for its line to be named
 
 # What a line does by itself. Operators, other ranks and a lack of cores are other causes'.
 _OWN_WORK = (
@@ -31,18 +30,6 @@ class LineCause:
 
     share: float
     named: NamedCause
-
-
-def evidence_of(line: SampledLine, share: float, what: str = "") -> dict[str, object]:
-    """Return a line as the evidence of a cause has it, same as ``losses.lines_in``."""
-    return {
-        "file": line.file,
-        "line": line.line,
-        "function": line.function,
-        "inside": what,
-        "code": line.code,
-        "share": share,
-    }
 
 
 def lines_in_state(profile: LineProfile, *states: str) -> list[dict[str, object]]:
@@ -60,7 +47,7 @@ def _lines_of(profile: LineProfile, entries: Collection[Entry]) -> list[dict[str
     for one in lines:
         functions[_function(one.line)] += one.share
     lines.sort(key=lambda one: (-functions[_function(one.line)], -one.share))
-    return [evidence_of(one.line, one.share / whole, one.what) for one in lines[:5]]
+    return [one.line.evidence(one.share / whole, one.what) for one in lines[:5]]
 
 
 def _function(line: SampledLine) -> tuple[str, str]:
@@ -98,15 +85,18 @@ def loader_lines(e: Evidence) -> list[dict[str, object]]:
     workers = [one for one in profile.worker_lines() if one.doing != Doing.COLLECTIVE]
     whole = sum(one.share for one in workers)
     if whole:
-        return [evidence_of(one.line, one.share / whole, one.what) for one in workers[:5]]
+        return [one.line.evidence(one.share / whole, one.what) for one in workers[:5]]
     return lines_in_state(profile, "input")
 
 
-def mostly_in(lines: list[dict[str, object]]) -> str:
-    """Return ", mostly in line 7: code" for the first of the lines, if it is most of them."""
-    if not lines or float(str(lines[0].get("share", 1.0))) < MIN_OF_STATE:
-        return ""
-    return f", mostly in line {lines[0]['line']}: {lines[0]['code']}"
+def mostly_in(lines: Sequence[Mapping[str, object]]) -> str:
+    """Return ", mostly in line 7: code" for the first of the lines; "" without one."""
+    return f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
+
+
+def at_line(lines: Sequence[Mapping[str, object]]) -> str:
+    """Return " (line 7: code)" for the first of the lines; "" without one."""
+    return f" (line {lines[0]['line']}: {lines[0]['code']})" if lines else ""
 
 
 # Work of one rank
@@ -135,7 +125,7 @@ def work_of_one_rank(
     if sum(waited[one.line] for one in most) < MIN_OF_WAITS * whole:
         return []
     most.sort(key=lambda one: -waited[one.line])
-    return [evidence_of(one.line, waited[one.line] / whole, one.what) for one in most[:5]]
+    return [one.line.evidence(waited[one.line] / whole, one.what) for one in most[:5]]
 
 
 def _is_of_one_rank(profile: LineProfile, time: LineTime, rank: int, is_only_there: bool) -> bool:
@@ -152,7 +142,7 @@ def _is_of_one_rank(profile: LineProfile, time: LineTime, rank: int, is_only_the
 def sentence_of_rank(rank: int, lines: list[dict[str, object]], when: str) -> str:
     """Say which line of a rank the others wait for."""
     place = f"rank {rank}{f', {when},' if when else ''} is busy in {lines[0]['function']}"
-    return f"{place}{mostly_in([lines[0] | {'share': 1.0}])}, and all others wait for it"
+    return f"{place}{mostly_in(lines)}, and all others wait for it"
 
 
 def late_rank(e: Evidence) -> LineCause | None:
@@ -313,7 +303,7 @@ def _named(profile: LineProfile, line: SampledLine, entries: list[Entry]) -> Lin
     shown = [one for one in lines if one.line == line] + [one for one in lines if one.line != line]
     evidence: dict[str, Any] = {
         "lines": [
-            evidence_of(one.line, (one.share or one.inclusive_share) / share, one.what)
+            one.line.evidence((one.share or one.inclusive_share) / share, one.what)
             for one in shown[:5]
         ],
         "doing": str(main),

@@ -11,6 +11,7 @@ from typing import Any
 from ..descriptions import MODEL, CauseKind
 from ..evidence import MIN_SHARE
 from ..operator_profile import OperatorProfile, ProfiledOperator
+from .lines import mostly_in
 
 MIN_SMALL_CALLS = 32  # of an operator per step, in one line and module: fewer are not a loop
 MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes: then the rule "precision" applies
@@ -49,12 +50,64 @@ class Finding:
 Seconds = Callable[[ProfiledOperator], float]
 
 
+@dataclass(frozen=True)
+class _Avoidable:
+    """Calls that a step does not need: the operators with ``seconds`` of them."""
+
+    id: str
+    seconds: Seconds
+    sentence: str
+    remedy: str
+
+    def find(self, profile: OperatorProfile) -> Finding:
+        chosen = [one for one in profile.operators if self.seconds(one)]
+        return _finding(self.id, profile, chosen, self.seconds, self.sentence, self.remedy)
+
+
+def _of_phase(phase: str) -> Seconds:
+    """Return a function for the time of operators of a phase."""
+    return lambda one: one.row.seconds if one.row.phase == phase else 0.0
+
+
+_AVOIDABLE = (
+    _Avoidable(
+        "recomputation",
+        lambda one: one.row.repeated_s,
+        "operators are computed again on the same values in the same step",
+        "keep the first result in a variable, and use it again",
+    ),
+    _Avoidable(
+        "activation-checkpointing",
+        _of_phase("recomputation"),
+        "activation checkpointing computes parts of the forward again in the backward",
+        "checkpoint fewer modules, as far as the memory allows",
+    ),
+    _Avoidable(
+        "unused-output",
+        lambda one: one.row.unused_s,
+        "the forward computes outputs that neither a loss nor another operator uses",
+        "do not call these modules, or add their output to the loss",
+    ),
+    _Avoidable(
+        "unneeded-gradient",
+        lambda one: one.row.unneeded_s,
+        "the backward computes gradients of parameters that no optimizer updates",
+        "set requires_grad_(False) on these parameters, or add them to the optimizer",
+    ),
+    _Avoidable(
+        "second-backward",
+        _of_phase("second backward"),
+        "gradients of the same operators are computed in more than one backward",
+        "read .grad after the one backward, or add the losses and call backward once",
+    ),
+)
+
+
 def findings(profile: OperatorProfile) -> list[Finding]:
     """Return what takes at least ``MIN_SHARE`` of a step, largest first."""
     rules = (
-        *(_copies, _small_operators, _recomputation, _checkpointing, _unused_output),
-        *(_unneeded_gradient, _second_backward, _float64, _slow_operators, _large_intermediate),
-        _padding,
+        *(_copies, _small_operators, *(one.find for one in _AVOIDABLE)),
+        *(_float64, _slow_operators, _large_intermediate, _padding),
     )
     found = [finding for rule in rules if (finding := rule(profile)) is not None]
     return sorted((one for one in found if one.share >= MIN_SHARE), key=lambda one: -one.share)
@@ -94,10 +147,9 @@ def _finding(
     lines = _by_line(profile, chosen, seconds)
     share = factor * sum(line["share"] for line in lines)
     named = [line for line in lines if line["file"]]
-    where = f", mostly in line {named[0]['line']}: {named[0]['code']}" if named else ""
     modules = list(dict.fromkeys(one.row.module for one in chosen if one.row.module))
     evidence = {"modules": modules[:MAX_LINES], "confirmed": False, **evidence}
-    return Finding(name, share, sentence + where, remedy, lines[:MAX_LINES], evidence)
+    return Finding(name, share, sentence + mostly_in(named), remedy, lines[:MAX_LINES], evidence)
 
 
 def _copies(profile: OperatorProfile) -> Finding | None:
@@ -140,53 +192,6 @@ def _small_operators(profile: OperatorProfile) -> Finding | None:
         *("small-operators", profile, chosen, lambda one: one.row.small_s, sentence, remedy),
         calls=count,
     )
-
-
-def _recomputation(profile: OperatorProfile) -> Finding | None:
-    chosen = [one for one in profile.operators if one.row.repeated_s]
-    sentence = "operators are computed again on the same values in the same step"
-    remedy = "keep the first result in a variable, and use it again"
-    return _finding(
-        "recomputation", profile, chosen, lambda one: one.row.repeated_s, sentence, remedy
-    )
-
-
-def _checkpointing(profile: OperatorProfile) -> Finding:
-    sentence = "activation checkpointing computes parts of the forward again in the backward"
-    remedy = "checkpoint fewer modules, as far as the memory allows"
-    return _of_phase(profile, "recomputation", "activation-checkpointing", sentence, remedy)
-
-
-def _of_phase(
-    profile: OperatorProfile, phase: str, name: str, sentence: str, remedy: str
-) -> Finding:
-    """Return the finding that all operators of a phase are avoidable."""
-    chosen = [one for one in profile.operators if one.row.phase == phase]
-    return _finding(name, profile, chosen, lambda one: one.row.seconds, sentence, remedy)
-
-
-def _unused_output(profile: OperatorProfile) -> Finding | None:
-    chosen = [one for one in profile.operators if one.row.unused_s]
-    sentence = "the forward computes outputs that neither a loss nor another operator uses"
-    remedy = "do not call these modules, or add their output to the loss"
-    return _finding(
-        "unused-output", profile, chosen, lambda one: one.row.unused_s, sentence, remedy
-    )
-
-
-def _unneeded_gradient(profile: OperatorProfile) -> Finding | None:
-    chosen = [one for one in profile.operators if one.row.unneeded_s]
-    sentence = "the backward computes gradients of parameters that no optimizer updates"
-    remedy = "set requires_grad_(False) on these parameters, or add them to the optimizer"
-    return _finding(
-        "unneeded-gradient", profile, chosen, lambda one: one.row.unneeded_s, sentence, remedy
-    )
-
-
-def _second_backward(profile: OperatorProfile) -> Finding:
-    sentence = "gradients of the same operators are computed in more than one backward"
-    remedy = "read .grad after the one backward, or add the losses and call backward once"
-    return _of_phase(profile, "second backward", "second-backward", sentence, remedy)
 
 
 def _padding(profile: OperatorProfile) -> Finding | None:

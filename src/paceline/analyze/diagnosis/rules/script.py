@@ -7,7 +7,7 @@ from ..descriptions import SCRIPT, CauseKind, Indicator
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..line_profile import Doing
 from .compute import interpreter_lock_share
-from .lines import activity_in_state, library_loops, lines_in_state, waiting_lines
+from .lines import activity_in_state, library_loops, lines_in_state, mostly_in, waiting_lines
 
 # Calls that make a rank wait for its device, for a terminal or for all other ranks.
 SYNCHRONISING_CALLS = re.compile(
@@ -29,7 +29,7 @@ def script(e: Evidence) -> NamedCause | None:
     doing = None
     if e.line_profile is not None and (sampled := lines_in_state(e.line_profile, "other")):
         lines, doing = sampled, activity_in_state(e.line_profile, "other")  # it has more samples
-    where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
+    where = mostly_in(lines)
     evidence: dict[str, Any] = {"lines": lines, "doing": str(doing) if doing else None}
     calls = bool(lines) and SYNCHRONISING_CALLS.search(str(lines[0]["code"])) is not None
     if calls and _waits(doing, bool(e.first_facts.get("gpu"))):
@@ -68,7 +68,7 @@ def off_core_share(e: Evidence) -> float:
 def off_core(e: Evidence) -> NamedCause:
     lines = waiting_lines(e.line_profile, "useful") if e.line_profile is not None else []
     lines = lines or e.lines.get("useful", [])
-    where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
+    where = mostly_in(lines)
     sentence = (
         "the training uses no core in a part of its steps: it sleeps, or waits for a file or "
         f"another program{where}"

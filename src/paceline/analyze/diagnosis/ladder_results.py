@@ -4,12 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...analyze.diagnosis.descriptions import Experiment, FirstRun
-from ...analyze.diagnosis.evidence import MIN_SHARE
-from ...analyze.diagnosis.rare_events import Survey, book_rare, pooled
-from ...analyze.diagnosis.rungs import RungResult, measure_rung, measure_switched
-from ...analyze.diagnosis.table import INDICATORS
-from ...analyze.records.load_run import Run
 from ...record.experiments.rung import (
     CACHED,
     CHANNELS_LAST,
@@ -18,7 +12,13 @@ from ...record.experiments.rung import (
     SILENT,
     Rung,
 )
-from .profile_run import OperatorFiles
+from ..records.load_run import Run
+from ..records.operator_file import OperatorFiles
+from .descriptions import Experiment, FirstRun
+from .evidence import MIN_SHARE
+from .rare_events import Survey, book_rare, pooled
+from .rungs import RungResult, measure_rung, measure_switched
+from .table import INDICATORS
 
 # Experiments that only some scripts need, chosen by the first run of ``paceline diagnose``.
 #
