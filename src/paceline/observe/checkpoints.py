@@ -138,7 +138,7 @@ class Files:
         tensors = _tensors_of(value)
         rows = self._model_rows(tensors)
         if not rows and tensors and not self._models.models:
-            self._unresolved.append((file, self._rows(tensors)))
+            self._unresolved.append((file, self._models.add_rows(tensors.items())))
         if rows:
             found.add("model")
             if not file.rows:
@@ -162,7 +162,7 @@ class Files:
         if model is None:
             return {}
         names = [one.name for one in model.parameters if one.name in tensors]
-        rows = self._rows({name: tensors[name] for name in names})
+        rows = self._models.add_rows((name, tensors[name]) for name in names)
         return {f"{model.key}/{name}": row for name, row in rows.items()}
 
     def _model_with(self, names: Mapping[str, Any]) -> ModelFacts | None:
@@ -172,10 +172,6 @@ class Files:
             if common and 2 * common >= len(model.parameters):
                 return model
         return None
-
-    def _rows(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-        rows = {name: self._models.add_row(tensor) for name, tensor in tensors.items()}
-        return {name: row for name, row in rows.items() if row is not None}
 
     def _resolve(self) -> None:
         """Assign the states that were loaded before the first forward to the models."""

@@ -5,12 +5,11 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 
-from .user_lines import is_users_file
+from .user_lines import is_users_file, users_frames
 
 MAX_NESTED_DATASETS = 4
 
@@ -69,12 +68,9 @@ def script_states() -> dict[str, int]:
 def _script_variables() -> dict[str, Any]:
     """Return the variables of the script's functions that run, those of the outer ones last."""
     found: dict[str, Any] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
-            found = dict(frame.f_locals) | found
-            found |= frame.f_globals
-        frame = frame.f_back
+    for frame in users_frames():
+        found = dict(frame.f_locals) | found
+        found |= frame.f_globals
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-from .user_lines import is_users_file, line_of
+from .user_lines import is_users_file, line_of, users_frames
 
 States = Mapping[str, Any]
 
@@ -42,14 +42,11 @@ class LineTracer:
             return False
         self.is_running, self.events = True, 0
         self._last, self._line, self._code = self._states(), "", None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if is_users_file(frame.f_code.co_filename):
-                self._line = self._line or line_of(frame)
-                self._code = self._code or frame.f_code
-                frame.f_trace = self._in_frame
-                self._frames.append(frame)
-            frame = frame.f_back
+        for frame in users_frames():
+            self._line = self._line or line_of(frame)
+            self._code = self._code or frame.f_code
+            frame.f_trace = self._in_frame
+            self._frames.append(frame)
         self._site = self._line
         sys.settrace(self._on_call)
         return True
@@ -75,7 +72,8 @@ class LineTracer:
     def _in_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event in ("line", "return") and self.is_running:
             self._compare()
-            self._line = line_of(frame) if event == "line" else _caller(frame) or self._line
+            running = users_frames(frame if event == "line" else frame.f_back)
+            self._line = next(map(line_of, running), self._line)
             if frame.f_code is self._code:
                 self._site = self._line
             self.events += 1
@@ -90,11 +88,3 @@ class LineTracer:
             if self._line and self._last.get(name, state) != state:
                 self._changed(name, self._line, self._site)
         self._last = states
-
-
-def _caller(frame: FrameType) -> str:
-    """Return the line of the user's code that called a frame."""
-    above = frame.f_back
-    while above is not None and not is_users_file(above.f_code.co_filename):
-        above = above.f_back
-    return line_of(above) if above is not None else ""

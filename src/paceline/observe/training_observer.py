@@ -14,7 +14,6 @@ from .checkpoints import Files, Restores
 from .facts.steps import StepFacts
 from .observation import Observation
 from .optimization.models import Models
-from .optimization.schedules import Schedules
 from .optimization.sharded import ShardedModels
 from .optimization.steps import Losses, Steps
 from .outputs import Collectives, LoggedMetrics, Outputs
@@ -25,7 +24,7 @@ from .replays.stored_run import StoredRun
 from .samples.inputs import Inputs
 from .samples.loaders import LightningEpochs, Loaders
 from .settings import VerifySettings
-from .states_of_script import Averages, ChangeLines, Norms, OwnTensors
+from .states_of_script import Averages, ChangeLines, Norms, OwnTensors, Schedules
 
 WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-SCHEDULE_END = "the end of its decay"
-
 
 @dataclass
 class BackwardFacts:
@@ -141,11 +139,10 @@ class ScheduleFacts:
         class_name: Its class.
         line: Where it was made.
         optimizer: Key of its optimizer.
-        lengths: Its attributes that count steps (T_max, total_steps, step_size, milestones, ...),
-            and as ``SCHEDULE_END`` where the functions of a LambdaLR have decayed.
+        lengths: Its attributes that count steps (T_max, total_steps, step_size, milestones, ...).
         step_lines: Lines that called ``step``.
         steps: Optimizer steps before each call of ``step``.
-        peaks: Largest learning rate of parameter groups that the schedule sets, as far as known.
+        peaks: Largest learning rate of each parameter group, if the schedule was made with it.
     """
 
     class_name: str

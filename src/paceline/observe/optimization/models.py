@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -411,11 +411,8 @@ class Models:
         return model
 
     def _note_first(self, model: Model, root: nn.Module) -> None:
-        for name, parameter in named_parameters(root):
-            row = self.add_row(parameter)
-            if row is not None:
-                model.facts.first[name] = row
-                model.facts.initial.setdefault(name, row)
+        model.facts.first = self.add_rows(named_parameters(root))
+        model.facts.initial = model.facts.first | model.facts.initial
 
     def add_row(self, tensor: torch.Tensor) -> int | None:
         """Add the row of a tensor, or of this rank's shard of it; None if it has none."""
@@ -423,6 +420,11 @@ class Models:
         if isinstance(shard, str):
             return None
         return self._observation.rows.add(shard.values, shard.offset)
+
+    def add_rows(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        """Add the rows of some tensors; return them by name, without tensors that have none."""
+        rows = ((name, self.add_row(tensor)) for name, tensor in tensors)
+        return {name: row for name, row in rows if row is not None}
 
     def _note_ddp(self, wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         line = user_line()
