@@ -73,7 +73,7 @@ class TrainingObserver:
         Outputs(self.observation).install()
         LoggedMetrics(self.observation).install()
         Files(self.observation, self.models).install()
-        Restores(self.observation, self.steps).install()
+        Restores(self.observation).install()
         if self.settings.keeps_mib:
             stored = StoredRun(self.observation)
             self.models.before_first.append(stored.add_initial)

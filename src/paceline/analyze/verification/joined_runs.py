@@ -162,7 +162,7 @@ class JoinedRuns:
     def has_all_to_all(self) -> bool:
         """Whether the training exchanges activations between experts."""
         return any(
-            one.kind.replace("_", "").startswith("alltoall") and one.phase is Phase.TRAINING
+            one.kind.startswith("alltoall") and one.phase is Phase.TRAINING
             for facts in self.ranks
             for one in facts.collectives
         )
@@ -264,7 +264,7 @@ class JoinedRuns:
 
 def is_reduction(one: CollectiveFacts) -> bool:
     """Return whether a collective combines values of the ranks."""
-    return one.kind.replace("_", "").startswith(("allreduce", "reduce", "allgather", "gather"))
+    return one.kind.startswith(("allreduce", "reduce", "allgather", "gather"))
 
 
 def ranks_text(ranks: Sequence[int], size: int) -> str:

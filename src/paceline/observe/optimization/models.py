@@ -398,7 +398,6 @@ class Models:
                     else shard.shape,
                     dtype=str(parameter.dtype).removeprefix("torch."),
                     requires_grad=wrapped.requires_grad if wrapped else parameter.requires_grad,
-                    shard_offset=shard.offset,
                     shard_numel=shard.values.numel(),
                 )
             )

@@ -627,7 +627,7 @@ def _judged(
     evaluations = [one for one in joined.ranks[0].collectives if one.phase is Phase.EVALUATION]
     is_mended = any(one.removes_repeated for one in evaluations)
     if repeated and "random" not in loader.sampler.lower() and not is_mended:
-        gathers = any(one.kind.replace("_", "").startswith(GATHERS) for one in evaluations)
+        gathers = any(one.kind.startswith(GATHERS) for one in evaluations)
         (example, most), *_ = Counter(at for one in read.values() for at in one).most_common(1)
         text = (
             f"{who} evaluate{'s' * (len(read) == 1)} {len(union)} samples in a validation pass, "
