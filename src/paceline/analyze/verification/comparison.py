@@ -11,7 +11,7 @@ import numpy as np
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
-from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, solve, vectors
+from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, percent, solve, vectors
 from .replayed_steps import NOISE_FACTOR, UNMEASURED, ReplayedSteps, draws_of, significant
 from .runs_facts import VerifyRuns
 from .steps import JointStep, parameters, shown
@@ -161,11 +161,6 @@ class Difference:
     def sentence(self) -> str:
         """The difference as a sentence without full stop."""
         return f"{self.text[0].upper()}{self.text[1:]}"
-
-
-def percent(share: float) -> str:
-    """Return a share in percent, with two digits."""
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 def first_difference(

@@ -108,7 +108,7 @@ class JoinedRuns:
         ]
         return sum(bool(one & trained) for one in read) > MOST_OF_STEPS * len(read)
 
-    @cached_property
+    @property
     def single(self) -> RankFacts | None:
         """The script on one rank: with its own batch size, else with the global batch."""
         return self.runs.single

@@ -7,7 +7,7 @@ from ...observe.facts.events import DrawFacts
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import StepFacts
 from ...observe.sketch_rows import SKETCH_SIZE
-from .relations import EPSILONS, Vectors, distance, epsilon, fit
+from .relations import EPSILONS, Vectors, distance, epsilon, fit, percent
 from .steps import JointStep, parameters
 
 NOT_COMPARED = "one rank was not compared at the same global batches"
@@ -17,6 +17,11 @@ SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are
 AS_ROUNDED = 3.0  # times what rounding makes of the difference of parameters: as good as equal
 NEGLIGIBLE_NORM = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
 MAX_RESIDUAL = 0.05  # residual up to which two gradients are multiples of each other
+SUSPICIOUS_ROUNDINGS = 2000  # of a gradient, from which on the order of samples is no explanation
+MAX_NOISE = 0.05  # relative difference that is suspicious for any dtype
+OUTSIDE = ("lift_fresh", "lift")  # operators that make a tensor of a value
+# Parts of the names of operators that draw random numbers.
+DRAWS = ("rand", "normal", "bernoulli", "uniform", "dropout", "multinomial", "exponential")
 
 
 class ReplayedSteps:
@@ -152,6 +157,18 @@ class ReplayedSteps:
         one, two = made if len(made) > 1 else ({}, {})
         return {name: distance(one[name], two[name]) for name in one if name in two}
 
+    def suspicious_noise(self, step: JointStep) -> float:
+        """Return by how much two replays differ in a step; 0 if rounding explains it.
+
+        The median over the parameters, relative.
+        """
+        noise = sorted(self.noise(step).values())
+        known = parameters(self._ranks[0])
+        dtypes = {known[name].dtype for name in step.names if name in known} | self.casts(step)
+        rounding = max((epsilon(dtype) for dtype in dtypes), default=epsilon("float32"))
+        median = noise[len(noise) // 2] if noise else 0.0
+        return median if median > min(SUSPICIOUS_ROUNDINGS * rounding, MAX_NOISE) else 0.0
+
     def hides_differences(self, step: JointStep) -> bool:
         """Return whether the tolerances of a step's gradients exceed these gradients."""
         noise = sorted(self.noise(step).values())
@@ -230,4 +247,44 @@ def _joint(ranks: Sequence[RankFacts], optimizer: int, index: int) -> JointStep 
 def _step(facts: RankFacts, optimizer: int, index: int) -> StepFacts | None:
     return next(
         (one for one in facts.steps if (one.optimizer, one.index) == (optimizer, index)), None
+    )
+
+
+# Does one rank train the same when it trains the same batches again?
+
+
+def describe_noise(noise: float, traced: Sequence[RankFacts]) -> str:
+    """Return what makes two replays differ, and how far it limits the answer.
+
+    Args:
+        noise: What ``suspicious_noise`` returned.
+        traced: Two runs with the same batches in the same order; fewer if they failed.
+    """
+    both = zip(*(facts.operators for facts in traced), strict=False) if len(traced) > 1 else ()
+    found = next((ours for ours, theirs in both if ours != theirs), None)
+    limit = "no difference from one process is seen"
+    if NOISE_FACTOR * noise < 1:
+        limit = f"a difference from one process below {percent(NOISE_FACTOR * noise)} is not seen"
+    if found is None:
+        return (
+            f"the order of the samples of a batch changes gradients by {percent(noise)} "
+            f"(median), more than rounding does, so {limit}"
+        )
+    where = f" in {found.line}" if found.line else ""
+    name = found.name.removeprefix("aten.")
+    if name in OUTSIDE:
+        why = (
+            f"a value that does not come from torch (but from numpy, the time, ...){where} differs "
+            "when the same batch is trained again"
+        )
+    elif any(part in name for part in DRAWS):
+        why = f"{name}{where} draws other random numbers each time"
+    else:
+        why = (
+            f"the result of {name}{where} differs when the same batch is trained again: either the "
+            "operator is not deterministic, or it reads memory that is changed meanwhile"
+        )
+    return (
+        f"the script is not deterministic: {why}. Gradients differ by {percent(noise)} "
+        f"(median) from run to run, so {limit}"
     )

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from ....observe.facts.ranks import RankFacts
 from ....observe.facts.steps import OptimizerFacts, ScheduleFacts
-from ..comparison import percent
 from ..joined_runs import JoinedRuns
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
-from ..relations import EQUAL_WITHIN
+from ..relations import EQUAL_WITHIN, percent
 from ..steps import JointStep, joint_steps
 
 EQUAL_LENGTHS = 0.1  # relative difference of equal lengths: incomplete batches and steps
