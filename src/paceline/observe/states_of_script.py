@@ -18,11 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..record.hooks.taps import SCALER, UPDATE_SCALE, replace
 from .facts.models import AVERAGE, StateFacts
 from .facts.steps import ScheduleFacts
-from .line_tracer import LineTracer
 from .observation import Observation
 from .optimization.models import Model, Models
 from .optimization.parameters import clean_name, named_parameters
 from .optimization.steps import Steps
+from .tracers import LineTracer
 from .user_lines import is_users_file, user_line, users_frames
 
 # Running statistics of models that are evaluated and not trained (averaged copies).

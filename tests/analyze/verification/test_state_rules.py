@@ -305,7 +305,7 @@ def test_metric_of_one_part():
     assert found[0].lines[0] == "train.py:36"
     assert "10 of 20 samples" in found[0].text
     assert ids(find(printed("epoch 0 accuracy 0.8125", "allreduce"))) == []
-    assert ids(find(printed("epoch 0 accuracy 0.8125", "all_gather"))) == []
+    assert ids(find(printed("epoch 0 accuracy 0.8125", "allgather"))) == []
     assert ids(find(printed("epoch 0 took 1.25 s"))) == []
     assert ids(find(printed("rank 0: accuracy 0.8125", on=(0, 1)))) == []
     assert ids(find(printed("accuracy 0.8125", on=(0, 1)))) == []  # each rank its own

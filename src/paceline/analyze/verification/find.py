@@ -11,16 +11,7 @@ from .joined_runs import JoinedRuns
 from .mistakes import Finding, Mistake, Nature
 from .relations import EPSILONS, ROUNDINGS, distance
 from .replayed_steps import NOT_COMPARED, significant
-from .rules import (
-    gradients,
-    not_exchanged,
-    printed,
-    random_numbers,
-    replicas,
-    resumes,
-    samples,
-    schedules,
-)
+from .rules import gradients, printed, random_numbers, replicas, resumes, samples, schedules
 from .runs_facts import VerifyRuns
 
 Rule = Callable[[JoinedRuns], Iterator[Finding]]
@@ -28,7 +19,6 @@ Rule = Callable[[JoinedRuns], Iterator[Finding]]
 MISTAKES: dict[str, Mistake] = {
     **replicas.MISTAKES,
     **gradients.MISTAKES,
-    **not_exchanged.MISTAKES,
     **samples.MISTAKES,
     **random_numbers.MISTAKES,
     **schedules.MISTAKES,
@@ -38,7 +28,7 @@ MISTAKES: dict[str, Mistake] = {
 # In the order of their consequences: a mistake comes before those that follow from it.
 RULES: tuple[Rule, ...] = (
     replicas.start_different,
-    not_exchanged.not_exchanged,
+    replicas.not_exchanged,
     samples.same_samples,
     samples.without_loader,
     random_numbers.different_split,

@@ -131,11 +131,8 @@ def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, wa
     permuted = replace(settings, permutes=True)
     found.permuted = _try(runs, found, "permuted", what, permuted, way.ranks)
     joined = JoinedRuns(found)
-    if (
-        found.permuted
-        and joined.steps
-        and (noise := joined.replay.suspicious_noise(joined.steps[0]))
-    ):
+    noise = joined.replay.suspicious_noise(joined.steps[0]) if joined.steps else 0.0
+    if noise:
         found.notes.append(describe_noise(noise, _trace(runs, settings, way.ranks)))
 
 
