@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..record.hooks.taps import SCALER, UPDATE_SCALE, replace
-from .facts.models import AVERAGE, StateFacts
+from .facts.models import AVERAGE
 from .facts.steps import ScheduleFacts
 from .observation import Observation
 from .optimization.models import Model, Models
@@ -65,10 +65,9 @@ class Norms:
             if (values := getattr(norm, kind)) is not None
         )
         if rows:
-            name, step = model.facts.class_name, self._observation.step
-            state = StateFacts(KIND, name, user_line(), step, rows=rows)
-            state.changed_by = self._lines.get(key, [])
-            self._observation.facts.states.append(state)
+            changed_by = self._lines.get(key, ())
+            name = model.facts.class_name
+            self._observation.add_state(KIND, name, user_line(), changed_by, rows=rows)
 
 
 # Find averaged copies of the trained parameters (EMA) in the script's variables.
@@ -99,7 +98,10 @@ class Averages:
     def note(self) -> None:
         """Add the values of all copies that are found now."""
         for name, _, model, tensors in self._found():
-            self._add(name, model, tensors)
+            key = model.facts.key
+            rows = self._models.add_rows((f"{key}/{at}", values) for at, values in tensors.items())
+            lines = self.lines.get(name, ())
+            self._observation.add_state(AVERAGE, name, user_line(), lines, rows=rows)
 
     def watch(self) -> None:
         """Find the copies whose changes are looked at; later calls do nothing."""
@@ -128,15 +130,6 @@ class Averages:
                 if tensors:
                     yield name, value, model, tensors
                     break
-
-    def _add(self, name: str, model: Model, tensors: dict[str, torch.Tensor]) -> None:
-        key = model.facts.key
-        rows = self._models.add_rows(
-            (f"{key}/{inner}", tensor) for inner, tensor in tensors.items()
-        )
-        state = StateFacts(AVERAGE, name, user_line(), self._observation.step, rows=rows)
-        state.changed_by = list(self.lines.get(name, []))
-        self._observation.facts.states.append(state)
 
 
 def _is_trained(model: Model) -> bool:
@@ -243,10 +236,8 @@ class OwnTensors:
         buffers = self._buffers()
         for name, tensor in (self._found() | buffers).items():
             if rows := self._models.add_rows([(name, tensor)]):
-                kind, step = "buffer" if name in buffers else "tensor", self._observation.step
-                state = StateFacts(kind, name, user_line(), step, rows=rows)
-                state.changed_by = list(self.lines.get(name, []))
-                self._observation.facts.states.append(state)
+                kind, lines = "buffer" if name in buffers else "tensor", self.lines.get(name, ())
+                self._observation.add_state(kind, name, user_line(), lines, rows=rows)
 
     def watch(self) -> None:
         """Find the tensors whose changes are looked at; later calls do nothing."""
@@ -338,18 +329,13 @@ class ChangeLines:
 
     def _add(self, name: str, line: str, site: str) -> None:
         kind, _, rest = name.partition(" ")
-        if kind == "average":
-            self._averages.lines.setdefault(rest, list(dict.fromkeys([site, line])))
+        if kind in ("average", "tensor"):
+            known = (self._averages if kind == "average" else self._tensors).lines
+            known.setdefault(rest, list(dict.fromkeys([site, line])))
             return
-        if kind == "tensor":
-            self._tensors.lines.setdefault(rest, list(dict.fromkeys([site, line])))
-            return
-        if kind == "rate":
-            facts = list(self._steps.optimizers.values())[int(rest)]
-            if line not in facts.rate_lines:
-                facts.rate_lines.append(line)
-            return
-        lines = self._observation.change_lines[kind]
+        lines = self._observation.change_lines.get(kind)
+        if lines is None:  # of a learning rate
+            lines = list(self._steps.optimizers.values())[int(rest)].rate_lines
         if line not in lines:
             lines.append(line)
 
@@ -456,16 +442,10 @@ class Schedules:
         if len(facts.steps) < MAX_STEPS:
             facts.steps.append(self._observation.step)
         if hasattr(schedule, "num_bad_epochs"):
-            self._add_state("schedule", facts.class_name, facts.line, _numbers(schedule), line)
-
-    def _add_state(
-        self, kind: str, name: str, line: str, values: dict[str, float], changed_by: str
-    ) -> None:
-        step = self._observation.step
-        state = StateFacts(
-            kind, name, line, step, values, changed_by=[changed_by] if changed_by else []
-        )
-        self._observation.facts.states.append(state)
+            numbers = {name: vars(schedule).get(name) for name in _VALUES}
+            values = {name: float(x) for name, x in numbers.items() if isinstance(x, int | float)}
+            place = (facts.class_name, facts.line, [line])
+            self._observation.add_state("schedule", *place, values=values)
 
     def complete(self) -> None:
         """Add the lengths of schedulers that were never stepped, and the largest learning rates."""
@@ -479,18 +459,19 @@ class Schedules:
 
     def _note_scaler(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
         self._lines[scaler] = user_line()
-        self._add_scaler(scaler, "")
+        self._add_scaler(scaler)
 
     def _note_update(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
         self._add_scaler(scaler, user_line())
 
-    def _add_scaler(self, scaler: Any, changed_by: str) -> None:
+    def _add_scaler(self, scaler: Any, *changed_by: str) -> None:
         if scaler.is_enabled():
             values = {"scale": float(scaler.get_scale())}
             tracker: Any = getattr(scaler, "_growth_tracker", None)
             values["growth_tracker"] = float(tracker) if tracker is not None else 0.0
             line = self._lines.get(scaler, "")
-            self._add_state("scaler", type(scaler).__name__, line, values, changed_by)
+            place = (type(scaler).__name__, line, changed_by)
+            self._observation.add_state("scaler", *place, values=values)
 
 
 def _calls_base(kind: Any) -> bool:
@@ -507,8 +488,3 @@ def _lengths(schedule: Any) -> dict[str, list[int]]:
         if isinstance(values, dict | list | tuple) and all(isinstance(x, int) for x in values):
             found[name.strip("_")] = [int(length) for length in values]
     return found
-
-
-def _numbers(schedule: Any) -> dict[str, float]:
-    values = {name: vars(schedule).get(name) for name in _VALUES}
-    return {name: float(x) for name, x in values.items() if isinstance(x, int | float)}

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ...observe.facts.models import FLAT
+from ...observe.facts.samples import BatchFacts
 from ...plurals import counted
 from .exchange import Kind
 from .joined_runs import JoinedRuns
 from .mistakes import Finding, Mistake, Nature
+from .passes import Stream
 from .relations import EPSILONS, ROUNDINGS, distance
 from .replayed_steps import NOT_COMPARED, significant
 from .rules import gradients, printed, random_numbers, replicas, resumes, samples, schedules
@@ -209,20 +211,8 @@ def compared(joined: JoinedRuns, meant: Sequence[str] = ()) -> Compared:
     found = Compared(joined.size, steps=len(joined.steps), related=len(related), meant=list(meant))
     found.parameters = max((len(step.names) for step in joined.steps), default=0)
     found.epochs = max((len(one.passes) for one in joined.training), default=0)
-    found.samples = sum(
-        batch.used
-        for stream in joined.training
-        for one in stream.passes
-        for made in one.ranks.values()
-        for batch in made.batches
-    )
-    found.evaluated = sum(
-        batch.samples
-        for stream in joined.evaluation
-        for one in stream.passes
-        for made in one.ranks.values()
-        for batch in made.batches
-    )
+    found.samples = sum(batch.used for batch in _batches(joined.training))
+    found.evaluated = sum(batch.samples for batch in _batches(joined.evaluation))
     found.largest_residual = max((one.residual for one in related), default=0.0)
     _compare_replay(joined, found)
     found.no_verdict = _no_verdict(joined, found)
@@ -234,6 +224,11 @@ def compared(joined: JoinedRuns, meant: Sequence[str] = ()) -> Compared:
             joined.comparison.reason or reason or "its samples or parameters are others"
         )
     return found
+
+
+def _batches(read: Sequence[Stream]) -> Iterator[BatchFacts]:
+    made = (one for stream in read for joint in stream.passes for one in joint.ranks.values())
+    return (batch for one in made for batch in one.batches)
 
 
 def _no_verdict(joined: JoinedRuns, found: Compared) -> str:
