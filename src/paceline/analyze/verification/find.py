@@ -172,7 +172,7 @@ def _judged(joined: JoinedRuns, found: Sequence[Finding]) -> Iterator[Finding]:
             yield one
         elif gradients.is_compensated(joined):
             yield replace(one, text=f"{one.text} {COMPENSATED}", nature=Nature.QUESTION)
-        elif difference is not None and difference.index + 1 <= one.step:
+        elif difference is not None and difference.number <= one.step:
             text = f"{one.text} {difference.sentence}."
             yield replace(one, text=text, nature=Nature.MEASURED, difference=difference)
 

@@ -8,7 +8,7 @@ from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import StepFacts
 from ...observe.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vectors, distance, epsilon, fit, percent
-from .steps import JointStep, parameters
+from .steps import JointStep, StepKey, find_step, parameters
 
 NOT_COMPARED = "one rank was not compared at the same global batches"
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
@@ -101,20 +101,19 @@ class ReplayedSteps:
         """Return the same step of the replay if it trained as many samples."""
         if self._replay is None:
             return None
-        found = _step(self._replay, step.optimizer, step.index)
+        found = find_step(self._replay.steps, step.key)
         if found is None:
             return None
-        theirs = self._joint(step.optimizer, step.index)
+        theirs = self._joint(step.key)
         own = sum(theirs.samples) if theirs is not None else 0
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
 
     def joint(self, step: JointStep) -> JointStep | None:
         """Return the same step of the replay, if both started from the same values."""
-        found = self.step(step)
-        if found is None or self.obstacle or not self._starts_equal(step):
+        if self.step(step) is None or self.obstacle or not self._starts_equal(step):
             return None
-        theirs = self._joint(step.optimizer, step.index)
+        theirs = self._joint(step.key)
         if self._has_own_batches and theirs is not None:
             if not step.contents or step.contents != theirs.contents:
                 return None
@@ -128,7 +127,7 @@ class ReplayedSteps:
         """Return the same step of the replay whose samples have another order."""
         if self._permuted is None or self._peers:
             return None
-        return _joint([self._permuted], step.optimizer, step.index)
+        return _joint([self._permuted], step.key)
 
     def gradients(self, step: JointStep) -> Vectors | None:
         """Return the replay's gradients before clipping, if both started from the same values."""
@@ -153,7 +152,7 @@ class ReplayedSteps:
             return {}
         assert self._replay is not None
         runs = (self._replay, self._permuted)
-        made = [x.unclipped(0) for one in runs if (x := _joint([one], step.optimizer, step.index))]
+        made = [x.unclipped(0) for one in runs if (x := _joint([one], step.key))]
         one, two = made if len(made) > 1 else ({}, {})
         return {name: distance(one[name], two[name]) for name in one if name in two}
 
@@ -194,12 +193,12 @@ class ReplayedSteps:
         if step.index == 0:
             return True
         key = (step.optimizer, step.index - 1)
-        ours, theirs = _joint(step.ranks, *key), self._joint(*key)
-        first = _joint(step.ranks, step.optimizer, 0)
+        ours, theirs = _joint(step.ranks, key), self._joint(key)
+        first = _joint(step.ranks, (step.optimizer, 0))
         if ours is None or theirs is None or first is None:
             return False
         one, two = ours.values(0), theirs.values(0)
-        twin = self._permuted and not self._peers and _joint([self._permuted], *key)
+        twin = self._permuted and not self._peers and _joint([self._permuted], key)
         again = twin.values(0) if twin else {}
         # A parameter whose gradient is only rounding (a bias before a softmax) moves at random.
         gradients = first.used(0)
@@ -211,10 +210,10 @@ class ReplayedSteps:
             for n in both
         )
 
-    def _joint(self, optimizer: int, index: int) -> JointStep | None:
+    def _joint(self, key: StepKey) -> JointStep | None:
         """Return a step of all ranks of the replay."""
         assert self._replay is not None
-        return _joint([self._replay, *self._peers], optimizer, index)
+        return _joint([self._replay, *self._peers], key)
 
 
 def draws_of(ranks: Sequence[RankFacts]) -> list[DrawFacts]:
@@ -238,16 +237,10 @@ def significant(ours: Vectors, theirs: Vectors) -> list[str]:
     return [name for name, norm in norms.items() if norm > NEGLIGIBLE_NORM * largest]
 
 
-def _joint(ranks: Sequence[RankFacts], optimizer: int, index: int) -> JointStep | None:
+def _joint(ranks: Sequence[RankFacts], key: StepKey) -> JointStep | None:
     """Return a step of all ranks; None if one has not made it."""
-    steps = [found for one in ranks if (found := _step(one, optimizer, index)) is not None]
-    return JointStep(optimizer, index, ranks, steps) if len(steps) == len(ranks) else None
-
-
-def _step(facts: RankFacts, optimizer: int, index: int) -> StepFacts | None:
-    return next(
-        (one for one in facts.steps if (one.optimizer, one.index) == (optimizer, index)), None
-    )
+    steps = [step for facts in ranks if (step := find_step(facts.steps, key)) is not None]
+    return JointStep(*key, ranks, steps) if len(steps) == len(ranks) else None
 
 
 # Does one rank train the same when it trains the same batches again?

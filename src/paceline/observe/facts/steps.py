@@ -108,6 +108,11 @@ class StepFacts:
     gradient_lines: list[str] = field(default_factory=list)
     value_lines: list[str] = field(default_factory=list)
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Key of the optimizer, and number of its steps before."""
+        return self.optimizer, self.index
+
 
 @dataclass
 class OptimizerFacts:

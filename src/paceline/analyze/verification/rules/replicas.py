@@ -11,7 +11,7 @@ from ..exchange import Exchange, Kind
 from ..joined_runs import JoinedRuns, listed, ranks_text
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
 from ..relations import EQUAL_WITHIN, apart, distance, vectors
-from ..steps import JointStep, misaligned, numel, parameters, shown
+from ..steps import JointStep, find_step, misaligned, numel, parameters, shown
 
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
 BYTES_PER_VALUE = 4  # of a value
@@ -139,10 +139,7 @@ def _restored_lines(joined: JoinedRuns) -> list[str]:
 def skipped_steps(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks that leave out an optimizer's step that others make."""
     for optimizer, index in misaligned(joined.ranks).items():
-        steps = [
-            next((s for s in f.steps if (s.optimizer, s.index) == (optimizer, index)), None)
-            for f in joined.ranks
-        ]
+        steps = [find_step(facts.steps, (optimizer, index)) for facts in joined.ranks]
         counts = [len(one.backwards) if one is not None else 0 for one in steps]
         least = min(count for count in counts if count)
         ranks = [rank for rank, count in enumerate(counts) if count > least]
@@ -427,7 +424,7 @@ def _averages_parameters(joined: JoinedRuns, own: list[Exchange]) -> bool:
 
     Not if all ranks take those of one rank.
     """
-    after = {(step.optimizer, step.index): step for step in joined.steps}
+    after = {step.key: step for step in joined.steps}
     differed = False
     for one in own:
         step, next_step = one.step, after.get((one.step.optimizer, one.step.index + 1))
