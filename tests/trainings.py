@@ -110,7 +110,7 @@ class _Rank:
             ModelFacts(
                 *(0, "Net", asked.wrapper, MODEL, False, True),
                 [
-                    ParameterFacts(n, list(v.shape), "float32", True, 0, v.numel())
+                    ParameterFacts(n, list(v.shape), "float32", True, v.numel())
                     for n, v in self.values.items()
                 ],
                 initial=dict(rows),

@@ -6,13 +6,14 @@ import numpy
 import pytest
 import torch
 
-from paceline.observe import generators
+from paceline.observe import generators, user_lines
 
 
 @pytest.fixture(autouse=True)
 def as_script(monkeypatch):
     """Let the functions of this file be those of a script."""
-    monkeypatch.setattr(generators, "is_users_file", lambda file: file == __file__)
+    for module in (generators, user_lines):
+        monkeypatch.setattr(module, "is_users_file", lambda file: file == __file__)
     with generators.kept_generators():
         yield
 

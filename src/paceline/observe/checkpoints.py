@@ -5,17 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ..record.hooks import taps
-from ..record.hooks.taps import LOAD_MODEL, LOAD_OPTIMIZER, LOAD_SCHEDULE, Function
+from ..record.hooks.taps import LOAD_MODEL, LOAD_OPTIMIZER, LOAD_SCHEDULE
 from .facts.events import FileFacts, RestoreFacts
 from .facts.models import ModelFacts
-from .facts.samples import Phase
 from .observation import Observation
 from .optimization.models import Models
 from .optimization.parameters import clean_name
-from .optimization.steps import Steps
 from .user_lines import user_line
 
 # Restored states
@@ -30,11 +27,10 @@ class Restores:
 
     Args:
         observation: Receives the facts.
-        steps: Know the optimizers.
     """
 
-    def __init__(self, observation: Observation, steps: Steps) -> None:
-        self._observation, self._steps = observation, steps
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
 
     def install(self) -> None:
         """Subscribe to ``load_state_dict``."""
@@ -43,20 +39,13 @@ class Restores:
             ("optimizer", LOAD_OPTIMIZER),
             ("schedule", LOAD_SCHEDULE),
         ):
-            tap.wrap(self._observation.outermost(_RESTORES, before=self._noting(what)))
+            note = functools.partial(self._note, what)
+            tap.wrap(self._observation.outermost(_RESTORES, before=note))
 
-    def _noting(self, what: str) -> Function:
-        def note(*args: Any, **options: Any) -> None:
-            self._note(args[0] if args else options.get("self"), what)  # torch passes it by keyword
-
-        return note
-
-    def _note(self, owner: Any, what: str) -> None:
+    def _note(self, what: str, *_: Any, **__: Any) -> None:
         facts = self._observation.facts
-        known = self._steps.optimizers.get(owner) if isinstance(owner, Optimizer) else None
         if len(facts.restores) < MAX_RESTORES:
-            key = known.key if known is not None else -1
-            facts.restores.append(RestoreFacts(what, key, user_line(), self._observation.step))
+            facts.restores.append(RestoreFacts(what, user_line(), self._observation.step))
 
 
 _HOOK = "the checkpoints"
@@ -109,7 +98,6 @@ class Files:
             is_save=is_save,
             line=user_line(),
             step=self._observation.step,
-            pass_number=self._passes(),
             keys=_keys(content),
             contains=[],
             is_distributed=is_shared,
@@ -118,11 +106,6 @@ class Files:
         self._look(content, file, found, 0)
         file.contains = sorted(found)
         facts.files.append(file)
-
-    def _passes(self) -> int:
-        loaders = self._observation.facts.loaders
-        trained = [x for x in loaders if any(p.phase == Phase.TRAINING for p in x.passes)]
-        return max((len(one.passes) for one in trained), default=0)
 
     def _look(self, value: Any, file: FileFacts, found: set[str], depth: int) -> None:
         """Add what a part of a checkpoint contains."""
@@ -138,7 +121,7 @@ class Files:
         tensors = _tensors_of(value)
         rows = self._model_rows(tensors)
         if not rows and tensors and not self._models.models:
-            self._unresolved.append((file, self._rows(tensors)))
+            self._unresolved.append((file, self._models.add_rows(tensors.items())))
         if rows:
             found.add("model")
             if not file.rows:
@@ -147,9 +130,6 @@ class Files:
         kind = _kind_of(value)
         if kind:
             found.add(kind)
-            if kind == "optimizer" and not file.learning_rates:
-                rates = [group.get("lr") for group in value["param_groups"]]
-                file.learning_rates = [float(rate) for rate in rates if rate is not None]
             return
         for key, one in value.items():
             if isinstance(key, str) and any(part in key.lower() for part in _RANDOM):
@@ -162,7 +142,7 @@ class Files:
         if model is None:
             return {}
         names = [one.name for one in model.parameters if one.name in tensors]
-        rows = self._rows({name: tensors[name] for name in names})
+        rows = self._models.add_rows((name, tensors[name]) for name in names)
         return {f"{model.key}/{name}": row for name, row in rows.items()}
 
     def _model_with(self, names: Mapping[str, Any]) -> ModelFacts | None:
@@ -172,10 +152,6 @@ class Files:
             if common and 2 * common >= len(model.parameters):
                 return model
         return None
-
-    def _rows(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-        rows = {name: self._models.add_row(tensor) for name, tensor in tensors.items()}
-        return {name: row for name, row in rows.items() if row is not None}
 
     def _resolve(self) -> None:
         """Assign the states that were loaded before the first forward to the models."""

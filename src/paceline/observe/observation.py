@@ -3,7 +3,7 @@
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -11,6 +11,7 @@ import torch
 
 from ..record.hooks.hook_failures import failed_hooks, report_failure
 from ..record.hooks.taps import Function
+from .facts.models import StateFacts
 from .facts.ranks import RankFacts
 from .facts.samples import BatchFacts, Phase
 from .facts.steps import BackwardFacts
@@ -87,6 +88,13 @@ class Observation:
         """Add a batch that a loader returned; return its number."""
         self.facts.batches.append(batch)
         return len(self.facts.batches) - 1
+
+    def add_state(
+        self, kind: str, name: str, line: str, changed_by: Iterable[str] = (), **values: Any
+    ) -> None:
+        """Add a state as it is now. values: The fields ``values`` and ``rows`` of its facts."""
+        state = StateFacts(kind, name, line, self.step, changed_by=[*changed_by], **values)
+        self.facts.states.append(state)
 
     def add_unseen(self, text: str) -> None:
         """Add what could not be observed, once."""

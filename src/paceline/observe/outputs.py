@@ -50,28 +50,25 @@ class Collectives:
         def call(group: Any, *args: Any, **options: Any) -> Any:
             # A recorder without a file measures the cost of recording.
             if not self._observation.is_over and group._recorder.path is not None:
-                note(name, args, options)
+                note(name, *args[:1])
             return method(group, *args, **options)
 
         return call
 
-    def _note(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _note(self, name: str, tensors: Any = None) -> None:
         facts = self._observation.facts.collectives
         if len(facts) >= MAX_COLLECTIVES:
             self._observation.add_unseen(f"collectives after the first {MAX_COLLECTIVES}")
             return
-        tensors = _tensors(args[0]) if args else []
         in_backward = torch._C._current_graph_task_id() != -1
         facts.append(
             CollectiveFacts(
-                kind=name.strip("_").removesuffix("_base").removesuffix("_coalesced"),
-                operation=_operation([*args, *options.values()]),
-                nbytes=sum(one.nbytes for one in tensors if not one.is_sparse),
+                kind=name.replace("_", "").removesuffix("base").removesuffix("coalesced"),
+                nbytes=sum(one.nbytes for one in _tensors(tensors) if not one.is_sparse),
                 phase=self._observation.phase,
                 step=self._observation.step,
                 is_in_backward=in_backward,
                 line="" if in_backward else user_line(),
-                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
                 removes_repeated=not in_backward and is_called_by(*_REMOVES_REPEATED),
             )
         )
@@ -83,17 +80,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for one in value for tensor in _tensors(one)]
     return []
-
-
-def _operation(args: list[Any]) -> str:
-    """Return the name of the operation in a collective's options, such as "sum"; "" if none."""
-    for one in args:
-        found = one if type(one).__name__ in ("ReduceOp", "RedOpType") else None
-        found = getattr(one, "reduceOp", found)
-        if found is not None:
-            text = str(getattr(found, "op", found))
-            return text.rpartition(".")[2].lower().partition(":")[0].strip("<> ")
-    return ""
 
 
 # Metrics

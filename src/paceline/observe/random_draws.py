@@ -15,10 +15,10 @@ from torch.utils.data import get_worker_info
 from ..record.hooks.taps import Function, Tap
 from .facts.events import DrawFacts, SeedFacts
 from .generators import function_states, generator_states, owned_states, script_states
-from .line_tracer import LineTracer
 from .observation import Observation
 from .optimization.models import Model
 from .samples.loaders import Loaders, OpenPass
+from .tracers import LineTracer
 from .user_lines import user_line
 
 # Seeds

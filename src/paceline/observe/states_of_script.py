@@ -1,6 +1,7 @@
 """Observe states besides models and optimizers, and find the lines that change states.
 
-Such states are averaged copies of a model, running statistics, and tensors of objects.
+Such states are averaged copies of a model, running statistics, tensors of objects, learning-rate
+schedulers and gradient scalers.
 """
 
 import os
@@ -10,15 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import Dataset
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .facts.models import AVERAGE, StateFacts
-from .line_tracer import LineTracer
+from ..record.hooks.taps import SCALER, UPDATE_SCALE, replace
+from .facts.models import AVERAGE
+from .facts.steps import ScheduleFacts
 from .observation import Observation
 from .optimization.models import Model, Models
 from .optimization.parameters import clean_name, named_parameters
 from .optimization.steps import Steps
-from .user_lines import is_users_file, user_line
+from .tracers import LineTracer
+from .user_lines import is_users_file, user_line, users_frames
 
 # Running statistics of models that are evaluated and not trained (averaged copies).
 
@@ -52,19 +57,17 @@ class Norms:
         if now in self._noted:
             return
         self._noted.add(now)
-        rows = {
-            f"{key}/{clean_name(f'{name}.{kind}')}": row
+        rows = self._models.add_rows(
+            (f"{key}/{clean_name(f'{name}.{kind}')}", values)
             for name, norm in module.named_modules()
             if isinstance(norm, _NORMS)
             for kind in ("running_mean", "running_var")
-            if getattr(norm, kind) is not None
-            and (row := self._models.add_row(getattr(norm, kind))) is not None
-        }
+            if (values := getattr(norm, kind)) is not None
+        )
         if rows:
-            name, step = model.facts.class_name, self._observation.step
-            state = StateFacts(KIND, name, user_line(), step, rows=rows)
-            state.changed_by = self._lines.get(key, [])
-            self._observation.facts.states.append(state)
+            changed_by = self._lines.get(key, ())
+            name = model.facts.class_name
+            self._observation.add_state(KIND, name, user_line(), changed_by, rows=rows)
 
 
 # Find averaged copies of the trained parameters (EMA) in the script's variables.
@@ -95,7 +98,10 @@ class Averages:
     def note(self) -> None:
         """Add the values of all copies that are found now."""
         for name, _, model, tensors in self._found():
-            self._add(name, model, tensors)
+            key = model.facts.key
+            rows = self._models.add_rows((f"{key}/{at}", values) for at, values in tensors.items())
+            lines = self.lines.get(name, ())
+            self._observation.add_state(AVERAGE, name, user_line(), lines, rows=rows)
 
     def watch(self) -> None:
         """Find the copies whose changes are looked at; later calls do nothing."""
@@ -125,16 +131,6 @@ class Averages:
                     yield name, value, model, tensors
                     break
 
-    def _add(self, name: str, model: Model, tensors: dict[str, torch.Tensor]) -> None:
-        rows = {}
-        for parameter, tensor in tensors.items():
-            row = self._models.add_row(tensor)
-            if row is not None:
-                rows[f"{model.facts.key}/{parameter}"] = row
-        state = StateFacts(AVERAGE, name, user_line(), self._observation.step, rows=rows)
-        state.changed_by = list(self.lines.get(name, []))
-        self._observation.facts.states.append(state)
-
 
 def _is_trained(model: Model) -> bool:
     """Return whether a model has parameters to train: a teacher is called in training, too."""
@@ -147,12 +143,7 @@ def users_variables() -> Iterator[tuple[str, Any, Any]]:
 
     The third value is the object; None for a variable.
     """
-    scopes: list[Mapping[str, Any]] = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
-            scopes.append(frame.f_locals)
-        frame = frame.f_back  # type: ignore[assignment]
+    scopes: list[Mapping[str, Any]] = [frame.f_locals for frame in users_frames()]
     main = sys.modules.get("__main__")
     scopes.append(vars(main) if main is not None else {})
     count = 0
@@ -244,13 +235,9 @@ class OwnTensors:
         """Add the values of all tensors that are found now."""
         buffers = self._buffers()
         for name, tensor in (self._found() | buffers).items():
-            row = self._models.add_row(tensor)
-            if row is not None:
-                step, rows = self._observation.step, {name: row}
-                kind = "buffer" if name in buffers else "tensor"
-                state = StateFacts(kind, name, user_line(), step, rows=rows)
-                state.changed_by = list(self.lines.get(name, []))
-                self._observation.facts.states.append(state)
+            if rows := self._models.add_rows([(name, tensor)]):
+                kind, lines = "buffer" if name in buffers else "tensor", self.lines.get(name, ())
+                self._observation.add_state(kind, name, user_line(), lines, rows=rows)
 
     def watch(self) -> None:
         """Find the tensors whose changes are looked at; later calls do nothing."""
@@ -342,18 +329,13 @@ class ChangeLines:
 
     def _add(self, name: str, line: str, site: str) -> None:
         kind, _, rest = name.partition(" ")
-        if kind == "average":
-            self._averages.lines.setdefault(rest, list(dict.fromkeys([site, line])))
+        if kind in ("average", "tensor"):
+            known = (self._averages if kind == "average" else self._tensors).lines
+            known.setdefault(rest, list(dict.fromkeys([site, line])))
             return
-        if kind == "tensor":
-            self._tensors.lines.setdefault(rest, list(dict.fromkeys([site, line])))
-            return
-        if kind == "rate":
-            facts = list(self._steps.optimizers.values())[int(rest)]
-            if line not in facts.rate_lines:
-                facts.rate_lines.append(line)
-            return
-        lines = self._observation.change_lines[kind]
+        lines = self._observation.change_lines.get(kind)
+        if lines is None:  # of a learning rate
+            lines = list(self._steps.optimizers.values())[int(rest)].rate_lines
         if line not in lines:
             lines.append(line)
 
@@ -394,3 +376,115 @@ def fingerprint(tensor: Any) -> tuple[float, float] | None:
             values = values[0]
         values = values.reshape(-1)[:: max(values.numel() // MAX_ELEMENTS, 1)].float()
         return float(values.sum()), float(values.abs().sum())
+
+
+# Learning-rate schedulers and gradient scalers
+
+
+_SCHEDULES = "the schedules"
+# Attributes of schedulers that count steps or epochs.
+_LENGTHS = (
+    *("T_max", "total_steps", "step_size", "milestones", "T_0", "T_mult", "total_iters"),
+    *("step_size_up", "step_size_down", "_milestones", "patience", "num_warmup_steps"),
+)
+_VALUES = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
+MAX_STEPS = 512  # calls of a scheduler's step that are listed
+
+
+class Schedules:
+    """The learning-rate schedulers and gradient scalers of this process.
+
+    Args:
+        observation: Receives the facts.
+        steps: Know the optimizers.
+    """
+
+    def __init__(self, observation: Observation, steps: Steps) -> None:
+        self._observation, self._steps = observation, steps
+        self._schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._lines: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of scalers
+
+    def install(self) -> None:
+        """Subscribe to the schedulers of torch, and the gradient scaler."""
+        base: Any = lr_scheduler.LRScheduler
+        made = self._observation.outermost(_SCHEDULES, after=self._note_schedule)
+        stepped = self._observation.outermost(_SCHEDULES, after=self._note_step)
+        for kind in [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)]:
+            if issubclass(kind, base):
+                if kind is base or ("__init__" in vars(kind) and not _calls_base(kind)):
+                    replace(kind, "__init__", made)
+                if "step" in vars(kind):
+                    replace(kind, "step", stepped)
+        SCALER.after(self._observation.guarded(_SCHEDULES, self._note_scaler))
+        UPDATE_SCALE.after(self._observation.observed(_SCHEDULES, self._note_update))
+
+    def _note_schedule(self, _: None, schedule: Any, *__: Any, **___: Any) -> None:
+        if schedule in self._schedules:
+            return
+        optimizer = self._steps.optimizers.get(getattr(schedule, "optimizer", None) or schedule)
+        facts = ScheduleFacts(
+            class_name=type(schedule).__name__,
+            line=user_line(),
+            optimizer=optimizer.key if optimizer is not None else -1,
+            lengths={},
+        )
+        self._schedules[schedule] = facts
+        self._observation.facts.schedules.append(facts)
+
+    def _note_step(self, _: Any, schedule: Any, *__: Any, **___: Any) -> None:
+        facts = self._schedules.get(schedule)
+        if facts is None:
+            return
+        facts.lengths = facts.lengths or _lengths(schedule)
+        line = user_line()
+        if line not in facts.step_lines:
+            facts.step_lines.append(line)
+        if len(facts.steps) < MAX_STEPS:
+            facts.steps.append(self._observation.step)
+        if hasattr(schedule, "num_bad_epochs"):
+            numbers = {name: vars(schedule).get(name) for name in _VALUES}
+            values = {name: float(x) for name, x in numbers.items() if isinstance(x, int | float)}
+            place = (facts.class_name, facts.line, [line])
+            self._observation.add_state("schedule", *place, values=values)
+
+    def complete(self) -> None:
+        """Add the lengths of schedulers that were never stepped, and the largest learning rates."""
+        for schedule, facts in list(self._schedules.items()):
+            facts.lengths = facts.lengths or _lengths(schedule)
+            groups = schedule.optimizer.param_groups
+            if all("max_lr" in group for group in groups):
+                facts.peaks = [float(group["max_lr"]) for group in groups]
+
+    # Gradient scalers
+
+    def _note_scaler(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
+        self._lines[scaler] = user_line()
+        self._add_scaler(scaler)
+
+    def _note_update(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
+        self._add_scaler(scaler, user_line())
+
+    def _add_scaler(self, scaler: Any, *changed_by: str) -> None:
+        if scaler.is_enabled():
+            values = {"scale": float(scaler.get_scale())}
+            tracker: Any = getattr(scaler, "_growth_tracker", None)
+            values["growth_tracker"] = float(tracker) if tracker is not None else 0.0
+            line = self._lines.get(scaler, "")
+            place = (type(scaler).__name__, line, changed_by)
+            self._observation.add_state("scaler", *place, values=values)
+
+
+def _calls_base(kind: Any) -> bool:
+    """Return whether the constructor calls that of ``LRScheduler``."""
+    return "__class__" in kind.__init__.__code__.co_freevars
+
+
+def _lengths(schedule: Any) -> dict[str, list[int]]:
+    """Return the numbers of steps or epochs that a scheduler was made with."""
+    found: dict[str, list[int]] = {}
+    for name in _LENGTHS:
+        value = vars(schedule).get(name)
+        values = [value] if isinstance(value, int) else value
+        if isinstance(values, dict | list | tuple) and all(isinstance(x, int) for x in values):
+            found[name.strip("_")] = [int(length) for length in values]
+    return found

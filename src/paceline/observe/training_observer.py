@@ -13,19 +13,17 @@ from ..record.ring.launcher_messages import notify, send_to_launcher
 from .checkpoints import Files, Restores
 from .facts.steps import StepFacts
 from .observation import Observation
-from .optimization.models import Models
-from .optimization.schedules import Schedules
-from .optimization.sharded import ShardedModels
+from .optimization.models import Models, ShardedModels
 from .optimization.steps import Losses, Steps
 from .outputs import Collectives, LoggedMetrics, Outputs
 from .random_draws import Draws, Seeds
-from .replays.operator_trace import OperatorTrace
 from .replays.replay import Replay
 from .replays.stored_run import StoredRun
 from .samples.inputs import Inputs
 from .samples.loaders import LightningEpochs, Loaders
 from .settings import VerifySettings
-from .states_of_script import Averages, ChangeLines, Norms, OwnTensors
+from .states_of_script import Averages, ChangeLines, Norms, OwnTensors, Schedules
+from .tracers import OperatorTrace
 
 WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
 
@@ -74,7 +72,7 @@ class TrainingObserver:
         Outputs(self.observation).install()
         LoggedMetrics(self.observation).install()
         Files(self.observation, self.models).install()
-        Restores(self.observation, self.steps).install()
+        Restores(self.observation).install()
         if self.settings.keeps_mib:
             stored = StoredRun(self.observation)
             self.models.before_first.append(stored.add_initial)

@@ -3,6 +3,7 @@
 import dis
 import os
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -28,12 +29,19 @@ def user_line() -> str:
     The file is relative to the working directory if it lies in it. "" if no line is known, as in a
     thread of autograd's engine.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return next(map(line_of, users_frames()), "")
+
+
+def users_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield the frames of the user's code on this thread's stack, the innermost first.
+
+    frame: The first one to look at; by default, the caller.
+    """
+    frame = frame or sys._getframe(1)
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
-            return line_of(frame)
+            yield frame
         frame = frame.f_back
-    return ""
 
 
 def line_of(frame: FrameType) -> str:

@@ -167,7 +167,7 @@ def test_values_of_a_training_that_differs_as_is_meant_are_asked_about():
     for facts, text in ((runs.ranks[0], 0.7013), (runs.replay, 0.6012), (runs.permuted, 0.6012)):
         place = ("train.py:40", Phase.TRAINING, 1, 1, 1)
         facts.outputs = [OutputFacts(f"hits {text}", *place)]
-    place = ("allreduce", "sum", 8, Phase.TRAINING, 1, False, "train.py:38")
+    place = ("allreduce", 8, Phase.TRAINING, 1, False, "train.py:38")
     runs.ranks[0].collectives = [CollectiveFacts(*place)]
     for is_meant in (False, True):
         for one in runs.ranks:
@@ -216,7 +216,7 @@ def test_parts_are_no_comparison_where_ranks_exchange_values_in_each_step():
     assert judged(runs)[0] == 1
     for facts in runs.ranks:
         for step in range(len(facts.steps)):
-            one = ("allreduce", "sum", 8, Phase.TRAINING, step, False, "train.py:21")
+            one = ("allreduce", 8, Phase.TRAINING, step, False, "train.py:21")
             facts.collectives.append(CollectiveFacts(*one))
     for facts in (*runs.ranks, runs.replay):  # of another term of the loss
         for step in facts.steps:

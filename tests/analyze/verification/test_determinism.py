@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.analyze.verification.determinism import describe_noise, suspicious_noise
 from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.joined_runs import JoinedRuns
+from paceline.analyze.verification.replayed_steps import describe_noise
 from paceline.observe.facts.events import OperatorFacts
 from paceline.observe.facts.ranks import RankFacts
 from trainings import Training, verified
@@ -42,11 +42,16 @@ def test_equal_operators_leave_the_order_of_samples(runs):
 
 def test_only_noise_that_rounding_does_not_explain_is_suspicious():
     runs = verified(Training(2, samples=48))
-    assert suspicious_noise(JoinedRuns(runs)) == 0
+
+    def noise():
+        joined = JoinedRuns(runs)
+        return joined.replay.suspicious_noise(joined.steps[0])
+
+    assert noise() == 0
     step = runs.permuted.steps[0]
     for row in step.gradients.values():
         runs.permuted.sketches[row] *= 1.1
-    assert suspicious_noise(JoinedRuns(runs)) == pytest.approx(0.1, rel=0.2)
+    assert noise() == pytest.approx(0.1, rel=0.2)
 
 
 @pytest.mark.parametrize(("factor", "is_compared"), [(1.01, True), (1.2, False)])

@@ -260,7 +260,7 @@ def test_clipping_by_hand_is_a_measured_difference_with_its_line(clip, by_hook):
         facts.models[0].hook_lines = ["train.py:11"] * by_hook
         for number, step in enumerate(facts.steps):
             step.gradient_lines = [] if by_hook else ["train.py:21", "train.py:22"]
-            kind = ("allreduce", "sum", 4000, Phase.TRAINING, number, False, "train.py:22")
+            kind = ("allreduce", 4000, Phase.TRAINING, number, False, "train.py:22")
             facts.collectives.append(CollectiveFacts(*kind))
     one = only(runs)
     assert (one.mistake.id, one.step) == ("gradients-differ", 1)

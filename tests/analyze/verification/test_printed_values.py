@@ -50,7 +50,7 @@ def printing(
         for facts in (runs.replay, runs.permuted):
             evaluated(facts, range(SAMPLES), step)
     runs.ranks[0].collectives = [
-        CollectiveFacts("allreduce", "sum", 8, combined or Phase.EVALUATION, 4, False, REDUCE)
+        CollectiveFacts("allreduce", 8, combined or Phase.EVALUATION, 4, False, REDUCE)
     ]
     for facts, factor in zip((runs.ranks[0], runs.replay), averages, strict=False):
         row, parameter = len(facts.sketches), facts.steps[3].parameters["0/head.weight"]

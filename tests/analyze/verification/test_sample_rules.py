@@ -258,9 +258,7 @@ def validated(plans, samples=20, sampler="SequentialSampler", drops_last=False, 
     for facts in ranks:
         plan = plans[facts.rank]
         if kind:
-            facts.collectives.append(
-                CollectiveFacts(kind, "sum", 8, Phase.EVALUATION, 4, False, "")
-            )
+            facts.collectives.append(CollectiveFacts(kind, 8, Phase.EVALUATION, 4, False, ""))
         if plan is None:
             continue
         batches = [plan[at : at + 4] for at in range(0, len(plan), 4)]

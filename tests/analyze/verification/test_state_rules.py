@@ -268,10 +268,10 @@ def test_running_statistics():
     assert found[0].layer == "bn"
     for nbytes in (8, 64):  # of a metric, and of all 16 statistics
         runs = with_statistics(False)
-        norm = ParameterFacts("bn.weight", [16], "float32", True, 0, 16)
+        norm = ParameterFacts("bn.weight", [16], "float32", True, 16)
         for facts in runs.ranks:
             facts.models[0].parameters.append(norm)
-        one = CollectiveFacts("allreduce", "sum", nbytes, Phase.EVALUATION, 4, False, "train.py:38")
+        one = CollectiveFacts("allreduce", nbytes, Phase.EVALUATION, 4, False, "train.py:38")
         runs.ranks[0].collectives.append(one)
         assert [x.is_question for x in find(runs)] == [nbytes == 64]
 
@@ -292,7 +292,7 @@ def printed(text, collective=None, on=(0,), phase=Phase.EVALUATION):
         contents = [[500 + at for at in plan[0]]]
         facts.batches.append(BatchFacts(1, 0, 0, 10, plan[0], contents, 4))
         if collective:
-            facts.collectives.append(CollectiveFacts(collective, "", 8, phase, 4, False, "x:1"))
+            facts.collectives.append(CollectiveFacts(collective, 8, phase, 4, False, "x:1"))
         if facts.rank in on:
             count = len(facts.collectives)
             facts.outputs.append(OutputFacts(text, "train.py:36", phase, 4, count, batch + 1))
@@ -305,7 +305,7 @@ def test_metric_of_one_part():
     assert found[0].lines[0] == "train.py:36"
     assert "10 of 20 samples" in found[0].text
     assert ids(find(printed("epoch 0 accuracy 0.8125", "allreduce"))) == []
-    assert ids(find(printed("epoch 0 accuracy 0.8125", "all_gather"))) == []
+    assert ids(find(printed("epoch 0 accuracy 0.8125", "allgather"))) == []
     assert ids(find(printed("epoch 0 took 1.25 s"))) == []
     assert ids(find(printed("rank 0: accuracy 0.8125", on=(0, 1)))) == []
     assert ids(find(printed("accuracy 0.8125", on=(0, 1)))) == []  # each rank its own
@@ -363,7 +363,7 @@ def test_running_mean_of_rank_0s_losses_is_a_question():
 
 
 def saved(path, rank=0, contains=("model", "optimizer"), step=4, **more):
-    return FileFacts(path, True, "train.py:50", step, 1, ["model", "epoch"], list(contains), **more)
+    return FileFacts(path, True, "train.py:50", step, ["model", "epoch"], list(contains), **more)
 
 
 def test_checkpoint_of_several_ranks():
@@ -386,7 +386,7 @@ def resumed(**order):
     runs.ranks[0].files = [saved("model.pt")]
     runs.resumed = train(Training(epochs=1, **order))
     for facts in runs.resumed:
-        facts.files = [FileFacts("model.pt", False, "train.py:9", 0, 0, ["model", "epoch"], [])]
+        facts.files = [FileFacts("model.pt", False, "train.py:9", 0, ["model", "epoch"], [])]
     return runs
 
 
@@ -416,7 +416,7 @@ def test_batch_that_the_observed_run_left_out_is_where_a_resumed_run_goes_on():
     assert "resume-repeats-samples" not in ids(find(runs))
     runs.resumed = train(Training(samples=80, order=lambda r, n, e: shuffled(r, n, e, 80)[12:]))
     for facts in runs.resumed:
-        facts.files = [FileFacts("model.pt", False, "train.py:9", 0, 0, ["model", "epoch"], [])]
+        facts.files = [FileFacts("model.pt", False, "train.py:9", 0, ["model", "epoch"], [])]
     assert "resume-repeats-samples" in ids(find(runs))
 
 
@@ -480,7 +480,7 @@ def test_state_of_an_optimizer_is_compared_with_that_without_the_interruption(va
         row = facts.steps[0].gradients["0/head.weight"]
         facts.sketches[row] = (value or 0.0) * old.sketches[gradient]
         facts.steps[0].state = {} if value is None else {"2 exp_avg": row}
-        facts.restores = [RestoreFacts("optimizer", 0, "train.py:8", 0)]
+        facts.restores = [RestoreFacts("optimizer", "train.py:8", 0)]
     found = [one for one in find(runs) if "exp_avg of head.weight" in one.text]
     kind = "resume-differs" if is_saved else "checkpoint-incomplete"
     assert [one.mistake.id for one in found] == [kind] * (value != 1.0)

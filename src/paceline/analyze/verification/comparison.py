@@ -11,10 +11,10 @@ import numpy as np
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
-from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, solve, vectors
+from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, percent, solve, vectors
 from .replayed_steps import NOISE_FACTOR, UNMEASURED, ReplayedSteps, draws_of, significant
 from .runs_facts import VerifyRuns
-from .steps import JointStep, parameters, shown
+from .steps import JointStep, StepKey, find_step, parameters, shown
 
 DRAWN = 0.25  # of the logarithm of N: by how much random numbers change the loss of a step
 STATISTICS = ("running_mean", "running_var")
@@ -72,7 +72,7 @@ def step_losses(
 
 
 def joint_factor(
-    joint: RankFacts, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+    joint: RankFacts, steps: Sequence[JointStep], exchanges: Mapping[StepKey, Exchange]
 ) -> float:
     """Return the losses of the ranks as a multiple of those of whole batches: N, 1/N, or 1.
 
@@ -80,7 +80,7 @@ def joint_factor(
     """
     found = []
     for step, theirs in zip(steps, joint.steps, strict=False):
-        exchange = exchanges.get((step.optimizer, step.index))
+        exchange = exchanges.get(step.key)
         if exchange is None or exchange.kind is not Kind.UNIFORM:
             return 1.0
         local = [_sum(each[-exchange.last :]) for each in step.backwards]
@@ -122,8 +122,7 @@ class Difference:
 
     Attributes:
         what: What differs.
-        index: Number of steps of this optimizer before it.
-        optimizer: Key of the optimizer.
+        key: Key of the optimizer, and number of its steps before.
         names: The tensors that differ, the largest difference first.
         size: Largest relative difference.
         rounding: Relative difference that rounding makes in the same tensor and step.
@@ -133,14 +132,18 @@ class Difference:
     """
 
     what: What
-    index: int
-    optimizer: int
+    key: StepKey
     names: list[str]
     size: float
     rounding: float
     against: str
     lines: list[str]
     losses: StepLosses | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of the step, counted from 1."""
+        return self.key[1] + 1
 
     @property
     def name(self) -> str:
@@ -152,7 +155,7 @@ class Difference:
         """The difference as a clause."""
         of = "" if self.what is What.LOSS else f" of {self.name}"
         return (
-            f"in step {self.index + 1}, the {self.what}{of} differs by "
+            f"in step {self.number}, the {self.what}{of} differs by "
             f"{percent(self.size)} from that of {self.against} with the same samples (rounding: "
             f"{percent(self.rounding)})"
         )
@@ -163,23 +166,18 @@ class Difference:
         return f"{self.text[0].upper()}{self.text[1:]}"
 
 
-def percent(share: float) -> str:
-    """Return a share in percent, with two digits."""
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-
-
 def first_difference(
-    replay: ReplayedSteps, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+    replay: ReplayedSteps, steps: Sequence[JointStep], exchanges: Mapping[StepKey, Exchange]
 ) -> Difference | None:
     """Return the first difference; None if all compared steps are equal to rounding.
 
-    exchanges: By optimizer and step; each has the relative difference that it makes itself.
+    exchanges: By step; each has the relative difference that it makes itself.
     """
     for step in steps:
         theirs = replay.joint(step)
         if theirs is None:
             continue
-        exchange = exchanges.get((step.optimizer, step.index))
+        exchange = exchanges.get(step.key)
         is_known = exchange is not None and exchange.kind is not Kind.OTHER
         floor = exchange.residual if exchange is not None and is_known else 0.0
         losses = step_losses(replay, step, theirs, exchange)
@@ -188,7 +186,7 @@ def first_difference(
             if off:
                 names = sorted(off, key=lambda name: -off[name])
                 return Difference(
-                    *(what, step.index, step.optimizer, names, off[names[0]]),
+                    *(what, step.key, names, off[names[0]]),
                     rounding=limits[names[0]] / NOISE_FACTOR,
                     against=replay.name + IN_TURN * replay.in_parts,
                     lines=step.lines,
@@ -196,7 +194,7 @@ def first_difference(
                 )
         if losses is not None and losses.size > NOISE_FACTOR * losses.rounding:
             against = replay.name + IN_TURN * replay.in_parts
-            key = (What.LOSS, step.index, step.optimizer, ["the loss"], losses.size)
+            key = (What.LOSS, step.key, ["the loss"], losses.size)
             return Difference(*key, losses.rounding, against, step.lines, losses)
     return None
 
@@ -292,21 +290,20 @@ def compare(
     runs: VerifyRuns,
     steps: Sequence[JointStep],
     replay: ReplayedSteps,
-    exchanges: Sequence[Exchange],
+    exchanges: Mapping[StepKey, Exchange],
     value_lines: Sequence[str],
 ) -> Comparison:
     """Compare the steps up to those in which ranks train other parts of a shortened stream.
 
     Args:
         runs, steps, replay: The runs, the steps of all ranks, and the replay.
-        exchanges: How the gradients of the steps follow from those of the ranks.
+        exchanges: By step, how its gradients follow from those of the ranks.
         value_lines: Lines that exchange other values than gradients in most steps. One process
             that trains the batches of the ranks in turn lacks these values.
     """
-    by_step = {(one.step.optimizer, one.step.index): one for one in exchanges}
     before = list(takewhile(lambda step: step.is_at_one_place, steps))
     replayed = [step for step in before if replay.joint(step) is not None]
-    whole = first_difference(replay, replayed, by_step)
+    whole = first_difference(replay, replayed, exchanges)
     if whole is None and replayed and replay.hides_differences(replayed[0]):
         return Comparison(reason=_UNSTEADY)
     has_norms = any(model.batch_norms for model in runs.ranks[0].models)
@@ -316,14 +313,14 @@ def compare(
             return Comparison(reason=_EXCHANGED, notes=[_no_comparison(value_lines[0])])
         if whole is not None and _may_count_batches(whole, replay, before, exchanges):
             return Comparison(doubtful=whole, reason=_COUNTED, notes=[_COUNTS])
-        if whole is None and (whole := _of_joint(runs, replayed, by_step)) is not None:
+        if whole is None and (whole := _of_joint(runs, replayed, exchanges)) is not None:
             return Comparison(replayed, whole)
         return Comparison(replayed, whole, names if whole is None and replayed else [], whole)
     cut = ReplayedSteps(runs.ranks, runs.cut, None)
     in_turn = [step for step in before if cut.joint(step) is not None]
     if whole is None or not in_turn:
         return Comparison(replayed, whole, whole=whole)
-    rest = first_difference(cut, in_turn, by_step)
+    rest = first_difference(cut, in_turn, exchanges)
     if rest is None or _may_count_batches(rest, cut, before, exchanges):
         if _depends_on_parts(whole, in_turn, replay):
             notes = [_COUNTS] if rest is not None else []
@@ -336,7 +333,7 @@ def compare(
 
 
 def _of_joint(
-    runs: VerifyRuns, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+    runs: VerifyRuns, steps: Sequence[JointStep], exchanges: Mapping[StepKey, Exchange]
 ) -> Difference | None:
     """Return a difference by the factor N between losses of the ranks and of whole batches.
 
@@ -351,7 +348,7 @@ def _of_joint(
         return None
     names = list(first.names)
     size = abs(factor - 1) / max(factor, 1.0)
-    found = (What.LOSS, first.index, first.optimizer, names, size, DRAWN, "one process")
+    found = (What.LOSS, first.key, names, size, DRAWN, "one process")
     return Difference(*found, first.lines)
 
 
@@ -359,19 +356,19 @@ def _may_count_batches(
     one: Difference,
     replay: ReplayedSteps,
     steps: Sequence[JointStep],
-    exchanges: Sequence[Exchange],
+    exchanges: Mapping[StepKey, Exchange],
 ) -> bool:
     """Return whether a difference may come from a script that counts its batches.
 
     One process trains N times as many, and a loss may depend on their number. The first one is the
     same: then its gradient is that of rank 0, and the ranks average what they compute.
     """
-    are_means = all(x.is_mean for x in exchanges)
+    are_means = all(x.is_mean for x in exchanges.values())
     first = next((step for step in steps if step.index == 0), None)
     theirs = replay.joint(first) if first is not None else None
     if first is None or theirs is None or not are_means or len(set(first.samples)) > 1:
         return False
-    at = next((x for x in steps if (x.optimizer, x.index) == (one.optimizer, one.index)), first)
+    at = find_step(steps, one.key) or first
     backwards = [first.backwards[0][:1], theirs.backwards[0][:1]]
     if len(set(at.samples)) > 1 or not all(backwards):
         return False
@@ -390,9 +387,7 @@ def _depends_on_parts(whole: Difference, steps: Sequence[JointStep], replay: Rep
 
     Otherwise these only have other weights. The parts are the batches of each backward of a rank.
     """
-    step = next(
-        (x for x in steps if (x.optimizer, x.index) == (whole.optimizer, whole.index)), None
-    )
+    step = find_step(steps, whole.key)
     if whole.what is not What.GRADIENT or step is None:
         return False
     theirs = replay.gradients(step) or {}

@@ -5,22 +5,15 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ...observe.facts.models import FLAT
+from ...observe.facts.samples import BatchFacts
 from ...plurals import counted
 from .exchange import Kind
 from .joined_runs import JoinedRuns
 from .mistakes import Finding, Mistake, Nature
+from .passes import Stream
 from .relations import EPSILONS, ROUNDINGS, distance
 from .replayed_steps import NOT_COMPARED, significant
-from .rules import (
-    gradients,
-    not_exchanged,
-    printed,
-    random_numbers,
-    replicas,
-    resumes,
-    samples,
-    schedules,
-)
+from .rules import gradients, printed, random_numbers, replicas, resumes, samples, schedules
 from .runs_facts import VerifyRuns
 
 Rule = Callable[[JoinedRuns], Iterator[Finding]]
@@ -28,7 +21,6 @@ Rule = Callable[[JoinedRuns], Iterator[Finding]]
 MISTAKES: dict[str, Mistake] = {
     **replicas.MISTAKES,
     **gradients.MISTAKES,
-    **not_exchanged.MISTAKES,
     **samples.MISTAKES,
     **random_numbers.MISTAKES,
     **schedules.MISTAKES,
@@ -38,7 +30,7 @@ MISTAKES: dict[str, Mistake] = {
 # In the order of their consequences: a mistake comes before those that follow from it.
 RULES: tuple[Rule, ...] = (
     replicas.start_different,
-    not_exchanged.not_exchanged,
+    replicas.not_exchanged,
     samples.same_samples,
     samples.without_loader,
     random_numbers.different_split,
@@ -180,7 +172,7 @@ def _judged(joined: JoinedRuns, found: Sequence[Finding]) -> Iterator[Finding]:
             yield one
         elif gradients.is_compensated(joined):
             yield replace(one, text=f"{one.text} {COMPENSATED}", nature=Nature.QUESTION)
-        elif difference is not None and difference.index + 1 <= one.step:
+        elif difference is not None and difference.number <= one.step:
             text = f"{one.text} {difference.sentence}."
             yield replace(one, text=text, nature=Nature.MEASURED, difference=difference)
 
@@ -219,20 +211,8 @@ def compared(joined: JoinedRuns, meant: Sequence[str] = ()) -> Compared:
     found = Compared(joined.size, steps=len(joined.steps), related=len(related), meant=list(meant))
     found.parameters = max((len(step.names) for step in joined.steps), default=0)
     found.epochs = max((len(one.passes) for one in joined.training), default=0)
-    found.samples = sum(
-        batch.used
-        for stream in joined.training
-        for one in stream.passes
-        for made in one.ranks.values()
-        for batch in made.batches
-    )
-    found.evaluated = sum(
-        batch.samples
-        for stream in joined.evaluation
-        for one in stream.passes
-        for made in one.ranks.values()
-        for batch in made.batches
-    )
+    found.samples = sum(batch.used for batch in _batches(joined.training))
+    found.evaluated = sum(batch.samples for batch in _batches(joined.evaluation))
     found.largest_residual = max((one.residual for one in related), default=0.0)
     _compare_replay(joined, found)
     found.no_verdict = _no_verdict(joined, found)
@@ -244,6 +224,11 @@ def compared(joined: JoinedRuns, meant: Sequence[str] = ()) -> Compared:
             joined.comparison.reason or reason or "its samples or parameters are others"
         )
     return found
+
+
+def _batches(read: Sequence[Stream]) -> Iterator[BatchFacts]:
+    made = (one for stream in read for joint in stream.passes for one in joint.ranks.values())
+    return (batch for one in made for batch in one.batches)
 
 
 def _no_verdict(joined: JoinedRuns, found: Compared) -> str:

@@ -12,7 +12,7 @@ from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
 from .replayed_steps import ReplayedSteps
 from .runs_facts import VerifyRuns
-from .steps import JointStep, joint_steps, usual_backwards
+from .steps import JointStep, StepKey, joint_steps, usual_backwards
 
 MOST_OF_STEPS = 0.5  # of the steps, or of the batches
 SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
@@ -44,13 +44,19 @@ class JoinedRuns:
         return [found for step in self.steps if (found := exchange_of(step)) is not None]
 
     @cached_property
+    def exchange_by_step(self) -> dict[StepKey, Exchange]:
+        """The same by the key of the step."""
+        return {one.step.key: one for one in self.exchanges}
+
+    @cached_property
     def comparison(self) -> Comparison:
         """The training beside that of one process with the same samples."""
         if self.is_model_parallel:
             return Comparison(reason="the ranks hold different parts of the model")
         if self.averages_parameters:
             return Comparison(reason="the ranks average parameters, and not gradients")
-        found = compare(self.runs, self.steps, self.replay, self.exchanges, self.value_lines())
+        lines = self.value_lines()
+        found = compare(self.runs, self.steps, self.replay, self.exchange_by_step, lines)
         self.notes += found.notes
         return found
 
@@ -108,7 +114,7 @@ class JoinedRuns:
         ]
         return sum(bool(one & trained) for one in read) > MOST_OF_STEPS * len(read)
 
-    @cached_property
+    @property
     def single(self) -> RankFacts | None:
         """The script on one rank: with its own batch size, else with the global batch."""
         return self.runs.single
@@ -162,7 +168,7 @@ class JoinedRuns:
     def has_all_to_all(self) -> bool:
         """Whether the training exchanges activations between experts."""
         return any(
-            one.kind.replace("_", "").startswith("alltoall") and one.phase is Phase.TRAINING
+            one.kind.startswith("alltoall") and one.phase is Phase.TRAINING
             for facts in self.ranks
             for one in facts.collectives
         )
@@ -264,7 +270,7 @@ class JoinedRuns:
 
 def is_reduction(one: CollectiveFacts) -> bool:
     """Return whether a collective combines values of the ranks."""
-    return one.kind.replace("_", "").startswith(("allreduce", "reduce", "allgather", "gather"))
+    return one.kind.startswith(("allreduce", "reduce", "allgather", "gather"))
 
 
 def ranks_text(ranks: Sequence[int], size: int) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
@@ -29,6 +30,12 @@ class RankPass:
     facts: PassFacts
     batches: list[BatchFacts]
 
+    @property
+    def planned(self) -> list[int] | None:
+        """The indices of all samples in order, also of those that were not read; None: unknown."""
+        planned = self.facts.planned
+        return None if planned is None else [*chain.from_iterable(planned)]
+
 
 @dataclass
 class JointPass:
@@ -41,6 +48,11 @@ class JointPass:
 
     number: int
     ranks: dict[int, RankPass] = field(default_factory=dict)
+
+    @property
+    def first(self) -> RankPass:
+        """That of the first rank."""
+        return self.ranks[min(self.ranks)]
 
 
 @dataclass
@@ -60,7 +72,7 @@ class Stream:
     @property
     def first(self) -> RankPass:
         """The first pass of the first rank that made one."""
-        return next(iter(self.passes[0].ranks.values()))
+        return self.passes[0].first
 
     @property
     def loaders(self) -> dict[int, LoaderFacts]:
@@ -114,17 +126,27 @@ class Stream:
 
     def read(self, rank: int, made: RankPass) -> list[Sample]:
         """Return the samples of all batches of a pass that were read, as far as they are known."""
-        batches = [self.samples(batch, made.loader) or [] for batch in made.batches]
-        return [sample for one in batches for sample in one]
+        samples = (self.samples(batch, made.loader) or [] for batch in made.batches)
+        return [*chain.from_iterable(samples)]
 
-    def plan(self, made: RankPass) -> list[list[int]] | None:
-        """Return the samples of all batches of a pass, or None.
+    def plan(self, made: RankPass) -> list[Sample] | None:
+        """Return the samples of all batches of a pass in order, or None.
 
         Numbers are comparable between ranks if ``has_root`` or ``shares_dataset``.
         """
-        if made.facts.planned is None:
-            return None
-        return [self._positions(batch, made.loader) for batch in made.facts.planned]
+        return None if made.planned is None else [*self._positions(made.planned, made.loader)]
+
+    def plans(self, one: JointPass) -> dict[int, list[Sample]]:
+        """Return the samples of a pass by rank; empty unless those of all ranks are known."""
+        plans = {rank: self.plan(made) for rank, made in one.ranks.items()}
+        found = {rank: plan for rank, plan in plans.items() if plan is not None}
+        return found if len(found) == len(plans) and any(found.values()) else {}
+
+    @cached_property
+    def is_by_rank(self) -> bool:
+        """Whether each rank has a part of the dataset of its own."""
+        parts = [tuple(one.subset or ()) for one in self.loaders.values()]
+        return len(set(parts)) == len(parts) > 1
 
     def _positions(self, indices: Sequence[int], loader: LoaderFacts) -> list[int]:
         if self.has_root and loader.subset is not None:
@@ -180,14 +202,10 @@ class Stream:
 
     def is_split_by_sampler(self) -> bool:
         """Return whether no position occurs on two ranks: then all index one dataset."""
-        positions: dict[int, set[int]] = {}
-        for rank, made in self.passes[0].ranks.items():
-            if made.facts.planned is None:
-                return False
-            positions[rank] = {at for batch in made.facts.planned for at in batch}
-        return len(positions) > 1 and len(set().union(*positions.values())) == sum(
-            map(len, positions.values())
-        )
+        plans = [made.planned for made in self.passes[0].ranks.values()]
+        positions = [set(plan) for plan in plans if plan is not None]
+        is_known = len(positions) == len(plans) > 1
+        return is_known and len(set().union(*positions)) == sum(map(len, positions))
 
 
 def _checksum(loader: LoaderFacts) -> int:

@@ -142,3 +142,8 @@ def tolerance(terms: int, *dtypes: str) -> float:
     """Return the largest relative rounding error of a sum of some terms."""
     one = max((epsilon(dtype) for dtype in dtypes), default=EPSILONS["float32"])
     return float(min(ROUNDINGS * max(terms, 1) ** 0.5 * one, MAX_TOLERANCE))
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with two digits."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

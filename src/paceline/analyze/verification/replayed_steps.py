@@ -7,8 +7,8 @@ from ...observe.facts.events import DrawFacts
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import StepFacts
 from ...observe.sketch_rows import SKETCH_SIZE
-from .relations import EPSILONS, Vectors, distance, epsilon, fit
-from .steps import JointStep, parameters
+from .relations import EPSILONS, Vectors, distance, epsilon, fit, percent
+from .steps import JointStep, StepKey, find_step, parameters
 
 NOT_COMPARED = "one rank was not compared at the same global batches"
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
@@ -17,6 +17,11 @@ SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are
 AS_ROUNDED = 3.0  # times what rounding makes of the difference of parameters: as good as equal
 NEGLIGIBLE_NORM = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
 MAX_RESIDUAL = 0.05  # residual up to which two gradients are multiples of each other
+SUSPICIOUS_ROUNDINGS = 2000  # of a gradient, from which on the order of samples is no explanation
+MAX_NOISE = 0.05  # relative difference that is suspicious for any dtype
+OUTSIDE = ("lift_fresh", "lift")  # operators that make a tensor of a value
+# Parts of the names of operators that draw random numbers.
+DRAWS = ("rand", "normal", "bernoulli", "uniform", "dropout", "multinomial", "exponential")
 
 
 class ReplayedSteps:
@@ -96,20 +101,19 @@ class ReplayedSteps:
         """Return the same step of the replay if it trained as many samples."""
         if self._replay is None:
             return None
-        found = _step(self._replay, step.optimizer, step.index)
+        found = find_step(self._replay.steps, step.key)
         if found is None:
             return None
-        theirs = self._joint(step.optimizer, step.index)
+        theirs = self._joint(step.key)
         own = sum(theirs.samples) if theirs is not None else 0
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
 
     def joint(self, step: JointStep) -> JointStep | None:
         """Return the same step of the replay, if both started from the same values."""
-        found = self.step(step)
-        if found is None or self.obstacle or not self._starts_equal(step):
+        if self.step(step) is None or self.obstacle or not self._starts_equal(step):
             return None
-        theirs = self._joint(step.optimizer, step.index)
+        theirs = self._joint(step.key)
         if self._has_own_batches and theirs is not None:
             if not step.contents or step.contents != theirs.contents:
                 return None
@@ -123,7 +127,7 @@ class ReplayedSteps:
         """Return the same step of the replay whose samples have another order."""
         if self._permuted is None or self._peers:
             return None
-        return _joint([self._permuted], step.optimizer, step.index)
+        return _joint([self._permuted], step.key)
 
     def gradients(self, step: JointStep) -> Vectors | None:
         """Return the replay's gradients before clipping, if both started from the same values."""
@@ -148,9 +152,21 @@ class ReplayedSteps:
             return {}
         assert self._replay is not None
         runs = (self._replay, self._permuted)
-        made = [x.unclipped(0) for one in runs if (x := _joint([one], step.optimizer, step.index))]
+        made = [x.unclipped(0) for one in runs if (x := _joint([one], step.key))]
         one, two = made if len(made) > 1 else ({}, {})
         return {name: distance(one[name], two[name]) for name in one if name in two}
+
+    def suspicious_noise(self, step: JointStep) -> float:
+        """Return by how much two replays differ in a step; 0 if rounding explains it.
+
+        The median over the parameters, relative.
+        """
+        noise = sorted(self.noise(step).values())
+        known = parameters(self._ranks[0])
+        dtypes = {known[name].dtype for name in step.names if name in known} | self.casts(step)
+        rounding = max((epsilon(dtype) for dtype in dtypes), default=epsilon("float32"))
+        median = noise[len(noise) // 2] if noise else 0.0
+        return median if median > min(SUSPICIOUS_ROUNDINGS * rounding, MAX_NOISE) else 0.0
 
     def hides_differences(self, step: JointStep) -> bool:
         """Return whether the tolerances of a step's gradients exceed these gradients."""
@@ -177,12 +193,12 @@ class ReplayedSteps:
         if step.index == 0:
             return True
         key = (step.optimizer, step.index - 1)
-        ours, theirs = _joint(step.ranks, *key), self._joint(*key)
-        first = _joint(step.ranks, step.optimizer, 0)
+        ours, theirs = _joint(step.ranks, key), self._joint(key)
+        first = _joint(step.ranks, (step.optimizer, 0))
         if ours is None or theirs is None or first is None:
             return False
         one, two = ours.values(0), theirs.values(0)
-        twin = self._permuted and not self._peers and _joint([self._permuted], *key)
+        twin = self._permuted and not self._peers and _joint([self._permuted], key)
         again = twin.values(0) if twin else {}
         # A parameter whose gradient is only rounding (a bias before a softmax) moves at random.
         gradients = first.used(0)
@@ -194,10 +210,10 @@ class ReplayedSteps:
             for n in both
         )
 
-    def _joint(self, optimizer: int, index: int) -> JointStep | None:
+    def _joint(self, key: StepKey) -> JointStep | None:
         """Return a step of all ranks of the replay."""
         assert self._replay is not None
-        return _joint([self._replay, *self._peers], optimizer, index)
+        return _joint([self._replay, *self._peers], key)
 
 
 def draws_of(ranks: Sequence[RankFacts]) -> list[DrawFacts]:
@@ -221,13 +237,47 @@ def significant(ours: Vectors, theirs: Vectors) -> list[str]:
     return [name for name, norm in norms.items() if norm > NEGLIGIBLE_NORM * largest]
 
 
-def _joint(ranks: Sequence[RankFacts], optimizer: int, index: int) -> JointStep | None:
+def _joint(ranks: Sequence[RankFacts], key: StepKey) -> JointStep | None:
     """Return a step of all ranks; None if one has not made it."""
-    steps = [found for one in ranks if (found := _step(one, optimizer, index)) is not None]
-    return JointStep(optimizer, index, ranks, steps) if len(steps) == len(ranks) else None
+    steps = [step for facts in ranks if (step := find_step(facts.steps, key)) is not None]
+    return JointStep(*key, ranks, steps) if len(steps) == len(ranks) else None
 
 
-def _step(facts: RankFacts, optimizer: int, index: int) -> StepFacts | None:
-    return next(
-        (one for one in facts.steps if (one.optimizer, one.index) == (optimizer, index)), None
+# Does one rank train the same when it trains the same batches again?
+
+
+def describe_noise(noise: float, traced: Sequence[RankFacts]) -> str:
+    """Return what makes two replays differ, and how far it limits the answer.
+
+    Args:
+        noise: What ``suspicious_noise`` returned.
+        traced: Two runs with the same batches in the same order; fewer if they failed.
+    """
+    both = zip(*(facts.operators for facts in traced), strict=False) if len(traced) > 1 else ()
+    found = next((ours for ours, theirs in both if ours != theirs), None)
+    limit = "no difference from one process is seen"
+    if NOISE_FACTOR * noise < 1:
+        limit = f"a difference from one process below {percent(NOISE_FACTOR * noise)} is not seen"
+    if found is None:
+        return (
+            f"the order of the samples of a batch changes gradients by {percent(noise)} "
+            f"(median), more than rounding does, so {limit}"
+        )
+    where = f" in {found.line}" if found.line else ""
+    name = found.name.removeprefix("aten.")
+    if name in OUTSIDE:
+        why = (
+            f"a value that does not come from torch (but from numpy, the time, ...){where} differs "
+            "when the same batch is trained again"
+        )
+    elif any(part in name for part in DRAWS):
+        why = f"{name}{where} draws other random numbers each time"
+    else:
+        why = (
+            f"the result of {name}{where} differs when the same batch is trained again: either the "
+            "operator is not deterministic, or it reads memory that is changed meanwhile"
+        )
+    return (
+        f"the script is not deterministic: {why}. Gradients differ by {percent(noise)} "
+        f"(median) from run to run, so {limit}"
     )

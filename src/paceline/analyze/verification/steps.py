@@ -2,14 +2,23 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from ...observe.facts.models import ParameterFacts
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import BackwardFacts, StepFacts
 from .relations import Vectors, add, vectors
+
+StepKey = tuple[int, int]  # key of the optimizer, and number of its steps before
+Step = TypeVar("Step", StepFacts, "JointStep")
+
+
+def find_step(steps: Iterable[Step], key: StepKey) -> Step | None:
+    """Return the step with a key; None if there is none."""
+    return next((step for step in steps if step.key == key), None)
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,11 @@ class JointStep:
     index: int
     ranks: Sequence[RankFacts]
     steps: list[StepFacts]
+
+    @property
+    def key(self) -> StepKey:
+        """Key of the optimizer, and number of its steps before."""
+        return self.optimizer, self.index
 
     @property
     def size(self) -> int:
@@ -172,13 +186,13 @@ def parameters(facts: RankFacts) -> dict[str, ParameterFacts]:
 
 def misaligned(ranks: Sequence[RankFacts]) -> dict[int, int]:
     """Return by optimizer the first step before which ranks ran different numbers of backwards."""
-    counts: list[dict[tuple[int, int], int]] = []
+    counts: list[dict[StepKey, int]] = []
     for facts in ranks:
         total: Counter[int] = Counter()
         counts.append({})
         for step in facts.steps:
             total[step.optimizer] += len(step.backwards)
-            counts[-1][step.optimizer, step.index] = total[step.optimizer]
+            counts[-1][step.key] = total[step.optimizer]
     found: dict[int, int] = {}
     for (optimizer, index), count in counts[0].items():
         if any(one.get((optimizer, index), count) != count for one in counts[1:]):
@@ -190,13 +204,12 @@ def joint_steps(ranks: Sequence[RankFacts]) -> Iterator[JointStep]:
     """Yield the steps that all ranks made, in the order of rank 0. Skipped ones are left out."""
     if not ranks:
         return
-    by_rank = [{(step.optimizer, step.index): step for step in one.steps} for one in ranks]
+    by_rank = [{step.key: step for step in one.steps} for one in ranks]
     apart = misaligned(ranks)
     for step in ranks[0].steps:
-        key = (step.optimizer, step.index)
         if step.index >= apart.get(step.optimizer, step.index + 1):
             continue
-        steps = [one[key] for one in by_rank if key in one]
+        steps = [one[step.key] for one in by_rank if step.key in one]
         if len(steps) == len(ranks) and not any(one.is_skipped for one in steps):
             yield JointStep(step.optimizer, step.index, ranks, steps)
 

@@ -37,26 +37,22 @@ class CollectiveFacts:
     """A collective, or a send or receive, of the script (not those of verify).
 
     Attributes:
-        kind: Such as "allreduce".
-        operation: "sum", "avg", ...; "" if it has none.
+        kind: Such as "allreduce", without underscores.
         nbytes: Bytes of its tensors.
         phase: What the training did.
         step: Optimizer steps before it.
         is_in_backward: Whether a backward ran.
         line: The line of the script; "" within a backward.
-        dtype: Of its tensors; "" if it is not known.
         removes_repeated: Whether a library gathers results of an evaluation, and removes those of
             samples that its sampler has repeated.
     """
 
     kind: str
-    operation: str
     nbytes: int
     phase: Phase
     step: int
     is_in_backward: bool
     line: str
-    dtype: str = ""
     removes_repeated: bool = False
 
 
@@ -109,11 +105,9 @@ class FileFacts:
         is_save: Saved, or loaded.
         line: The line that did.
         step: Optimizer steps before it.
-        pass_number: Passes of the training loader that had begun.
         keys: Top-level keys; with a dot, those of one level below.
         contains: Which of "model", "optimizer", "schedule", "scaler", "random" states are in it.
         rows: By parameter (of the model state), the row of its values.
-        learning_rates: Those in an optimizer state; empty without one.
         is_distributed: Whether all ranks write it together (torch.distributed.checkpoint).
     """
 
@@ -121,11 +115,9 @@ class FileFacts:
     is_save: bool
     line: str
     step: int
-    pass_number: int
     keys: list[str]
     contains: list[str]
     rows: dict[str, int] = field(default_factory=dict)
-    learning_rates: list[float] = field(default_factory=list)
     is_distributed: bool = False
 
 
@@ -135,13 +127,11 @@ class RestoreFacts:
 
     Attributes:
         what: "model", "optimizer" or "schedule".
-        key: Of the optimizer; -1 for others.
         line: The line that called it.
         step: Optimizer steps before it.
     """
 
     what: str
-    key: int
     line: str
     step: int
 

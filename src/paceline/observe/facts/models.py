@@ -16,8 +16,6 @@ class ParameterFacts:
         dtype: Such as "float32".
         requires_grad: At the time when the model was wrapped; without a wrapper, at the first
             forward.
-        shard_offset: Position of this rank's shard in the flattened whole parameter; 0 if the
-            rank holds all of it.
         shard_numel: Number of elements that this rank holds.
     """
 
@@ -25,7 +23,6 @@ class ParameterFacts:
     shape: list[int]
     dtype: str
     requires_grad: bool
-    shard_offset: int
     shard_numel: int
 
 

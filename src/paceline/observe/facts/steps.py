@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-SCHEDULE_END = "the end of its decay"
-
 
 @dataclass
 class BackwardFacts:
@@ -110,6 +108,11 @@ class StepFacts:
     gradient_lines: list[str] = field(default_factory=list)
     value_lines: list[str] = field(default_factory=list)
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Key of the optimizer, and number of its steps before."""
+        return self.optimizer, self.index
+
 
 @dataclass
 class OptimizerFacts:
@@ -141,11 +144,10 @@ class ScheduleFacts:
         class_name: Its class.
         line: Where it was made.
         optimizer: Key of its optimizer.
-        lengths: Its attributes that count steps (T_max, total_steps, step_size, milestones, ...),
-            and as ``SCHEDULE_END`` where the functions of a LambdaLR have decayed.
+        lengths: Its attributes that count steps (T_max, total_steps, step_size, milestones, ...).
         step_lines: Lines that called ``step``.
         steps: Optimizer steps before each call of ``step``.
-        peaks: Largest learning rate of parameter groups that the schedule sets, as far as known.
+        peaks: Largest learning rate of each parameter group, if the schedule was made with it.
     """
 
     class_name: str

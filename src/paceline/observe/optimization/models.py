@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...record.hooks import taps
 from ...record.hooks.phases import UncopiedHook
+from ...record.hooks.sharded.block_labels import whole_gradient
 from ...record.hooks.taps import Function, Tap
 from ..facts.models import FLAT, ModelFacts, ParameterFacts
 from ..facts.samples import Phase
@@ -398,7 +399,6 @@ class Models:
                     else shard.shape,
                     dtype=str(parameter.dtype).removeprefix("torch."),
                     requires_grad=wrapped.requires_grad if wrapped else parameter.requires_grad,
-                    shard_offset=shard.offset,
                     shard_numel=shard.values.numel(),
                 )
             )
@@ -411,11 +411,8 @@ class Models:
         return model
 
     def _note_first(self, model: Model, root: nn.Module) -> None:
-        for name, parameter in named_parameters(root):
-            row = self.add_row(parameter)
-            if row is not None:
-                model.facts.first[name] = row
-                model.facts.initial.setdefault(name, row)
+        model.facts.first = self.add_rows(named_parameters(root))
+        model.facts.initial = model.facts.first | model.facts.initial
 
     def add_row(self, tensor: torch.Tensor) -> int | None:
         """Add the row of a tensor, or of this rank's shard of it; None if it has none."""
@@ -423,6 +420,11 @@ class Models:
         if isinstance(shard, str):
             return None
         return self._observation.rows.add(shard.values, shard.offset)
+
+    def add_rows(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        """Add the rows of some tensors; return them by name, without tensors that have none."""
+        rows = ((name, self.add_row(tensor)) for name, tensor in tensors)
+        return {name: row for name, row in rows if row is not None}
 
     def _note_ddp(self, wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         line = user_line()
@@ -485,3 +487,75 @@ def _class(module: nn.Module) -> str:
 def _add_line(lines: list[str], line: str) -> None:
     if line and line not in lines and len(lines) < MAX_LINES:
         lines.append(line)
+
+
+# Models that FSDP2 shards: their gradients before they are reduced and scattered
+
+
+_SHARDED = "sharded models"
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+# Methods of FSDPModule that change how gradients are reduced.
+REDUCTIONS = (
+    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"),
+    *("set_force_sum_reduction_for_comms", "set_all_reduce_hook", "set_custom_reduce_scatter"),
+)
+
+
+class ShardedModels:
+    """The sharded models of this process.
+
+    Args:
+        observation: Receives the facts.
+        models: Know the names of parameters.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def install(self) -> None:
+        """Subscribe to FSDP2."""
+        guarded = self._observation.guarded
+        Tap(f"{_FSDP2}._fsdp_param", "FSDPParam.init_unsharded_param").after(
+            guarded(_SHARDED, self._hook_gradient)
+        )
+        module = f"{_FSDP2}._fully_shard"
+        Tap(module, "fully_shard").before(guarded(_SHARDED, self._note_wrapping))
+        Tap(module, "FSDPModule.set_requires_gradient_sync").before(
+            guarded(_SHARDED, self._note_switch)
+        )
+        for name in REDUCTIONS:
+            tap = Tap(module, f"FSDPModule.{name}", is_optional=True)
+            tap.before(guarded(_SHARDED, self._note_reduction))
+
+    def _hook_gradient(self, _: None, parameter: Any) -> None:
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is None or whole in self._hooked or not whole.requires_grad:
+            return
+        self._hooked[whole] = True
+        reference = weakref.ref(parameter)
+
+        def accumulated() -> torch.Tensor | None:
+            alive = reference()
+            return None if alive is None else whole_gradient(alive)
+
+        self._models.gradients.whole_gradients[parameter.sharded_param] = accumulated
+        note = self._observation.guarded(_SHARDED, self._models.gradients.note)
+
+        def hook(gradient: Any) -> None:
+            if self._observation.backward is not None and not self._observation.is_over:
+                note(parameter.sharded_param, gradient)
+
+        whole.register_hook(hook)
+
+    def _note_wrapping(self, module: Any, *_: Any, **__: Any) -> None:
+        for part in module if isinstance(module, list | tuple) else [module]:
+            if isinstance(part, nn.Module):
+                self._models.note_wrapping(part, user_line())
+
+    def _note_switch(self, root: Any, requires_gradient_sync: bool, *_: Any, **__: Any) -> None:
+        self._models.set_syncing(root, bool(requires_gradient_sync), user_line())
+
+    def _note_reduction(self, root: Any, *_: Any, **__: Any) -> None:
+        """Note the line that changes how gradients are reduced."""
+        self._models.note_exchange_hook(root, user_line())

@@ -130,14 +130,11 @@ class Clipping:
         return norm
 
     def _rows(self, parameters: list[torch.Tensor]) -> dict[str, int]:
-        rows = {}
-        for parameter in parameters:
-            name = self._models.name_of(parameter)
-            if name is not None and parameter.grad is not None:
-                row = self._models.add_row(parameter.grad)
-                if row is not None:
-                    rows[name] = row
-        return rows
+        return self._models.add_rows(
+            (name, parameter.grad)
+            for parameter in parameters
+            if (name := self._models.name_of(parameter)) and parameter.grad is not None
+        )
 
     def _note(
         self, before: dict[str, int] | None, after: dict[str, int] | None, limit: Any, norm: Any
@@ -358,8 +355,8 @@ class Steps:
         self._step = self._new_step(optimizer)
         files = self._observation.facts.files[-1:]
         if not self._step.index or any(one.step == self._observation.step for one in files):
-            self._add_state(optimizer, self._step.state)
-        self._add_values(optimizer, self._step.before)
+            self._step.state = self._state_rows(optimizer)
+        self._step.before = self._models.add_rows(self.parameters(optimizer))
         self._add_gradients(optimizer, self._step)
         for call in self.before_step:
             call(optimizer)
@@ -381,26 +378,19 @@ class Steps:
         return [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
 
     def _add_gradients(self, optimizer: Optimizer, step: StepFacts) -> None:
-        step.gradients.clear()
-        for name, parameter in self.parameters(optimizer):
-            if parameter.grad is not None:
-                row = self._models.add_row(parameter.grad)
-                if row is not None:
-                    step.gradients[name] = row
+        step.gradients = self._models.add_rows(
+            (name, parameter.grad)
+            for name, parameter in self.parameters(optimizer)
+            if parameter.grad is not None
+        )
 
-    def _add_values(self, optimizer: Optimizer, rows: dict[str, int]) -> None:
-        for name, parameter in self.parameters(optimizer):
-            row = self._models.add_row(parameter)
-            if row is not None:
-                rows[name] = row
-
-    def _add_state(self, optimizer: Optimizer, rows: dict[str, int]) -> None:
-        for number, (_, parameter) in enumerate(self.parameters(optimizer)):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    row = self._models.add_row(value)
-                    if row is not None:  # the parameter may have no name yet
-                        rows[f"{number} {key}"] = row
+    def _state_rows(self, optimizer: Optimizer) -> dict[str, int]:
+        return self._models.add_rows(
+            (f"{number} {key}", value)  # the parameter may have no name yet
+            for number, (_, parameter) in enumerate(self.parameters(optimizer))
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        )
 
     def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
         if self._observation.is_observed and self._running() is optimizer:
@@ -424,11 +414,8 @@ class Steps:
         step.gradient_lines, step.value_lines = list(lines["gradient"]), list(lines["parameter"])
         lines["gradient"].clear()
         lines["parameter"].clear()
-        self._add_values(optimizer, step.parameters)
-        for name, buffer in self._models.buffers():
-            row = self._models.add_row(buffer)
-            if row is not None:
-                step.buffers[name] = row
+        step.parameters = self._models.add_rows(self.parameters(optimizer))
+        step.buffers = self._models.add_rows(self._models.buffers())
         self._counts[step.optimizer] = step.index + 1
         observation.facts.steps.append(step)
         for call in self.after_step:

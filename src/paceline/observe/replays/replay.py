@@ -116,9 +116,7 @@ class Accumulation:
         """Return whether the last backward was that of the last part of the optimizer's step."""
         part = self._part_of(self._observation.last_batches)
         count = self._steps.count_of_key(optimizer)
-        stored = next(
-            (x for x in self._stored.steps if (x.optimizer, x.index) == (optimizer, count)), None
-        )
+        stored = next((x for x in self._stored.steps if x.key == (optimizer, count)), None)
         if stored is None:
             return True  # the replay ends with this step
         batches = [at for one in stored.backwards for at in one.batches]
@@ -233,9 +231,7 @@ class Replay:
         self._ranks = [rank for rank in range(ranks) if rank * facts.size // ranks == facts.rank]
         self._stored: RankFacts = read_facts(self._folder, self._ranks[0])
         self._permutes = observation.settings.permutes
-        self._rates: dict[tuple[int, int], StepFacts] = {
-            (one.optimizer, one.index): one for one in self._stored.steps
-        }
+        self._rates: dict[tuple[int, int], StepFacts] = {one.key: one for one in self._stored.steps}
         self._own: list[tuple[float, float]] = []  # learning rate and momentum of each group
         joins = not (observation.settings.accumulates or observation.settings.permutes)
         self._evaluations = Evaluations(self._folder, self._ranks, loaders, joins)

@@ -5,20 +5,19 @@ loader may also be kept and trained again (``itertools.cycle``, a list of all ba
 """
 
 import ast
-import sys
+import linecache
 from collections.abc import Iterator
-from types import FrameType
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ...record.hooks.batch_size import samples_in
-from ..expressions import parsed
 from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..observation import Observation
 from ..optimization.models import Model, Models
-from ..user_lines import is_users_file, place, user_line
+from ..user_lines import place, user_line, users_frames
 from .contents import row_checksums, sample_checksums
 from .loaders import Loaders
 from .sampler_lines import SHUFFLES
@@ -31,45 +30,40 @@ def shuffle_line() -> str:
 
     The loops are those of the script's functions on this thread's stack.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users_file(file):
-            for loop in _loops_around(frame):
-                calls = [one for one in ast.walk(loop) if isinstance(one, ast.Call)]
-                found = [c for c in calls if ast.unparse(c.func).rpartition(".")[2] in SHUFFLES]
-                if found:
-                    return place(file, found[0].lineno)
-        frame = frame.f_back
+    for file, loop in _loops():
+        for call in ast.walk(loop):
+            is_call = isinstance(call, ast.Call)
+            if is_call and ast.unparse(call.func).rpartition(".")[2] in SHUFFLES:
+                return place(file, call.lineno)
     return ""
 
 
 def loop_line() -> str:
     """Return the line of the innermost ``for`` loop of the script that runs now; "" without one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users_file(file):
-            for loop in _loops_around(frame):
-                return place(file, loop.lineno)
-        frame = frame.f_back
-    return ""
+    return next((place(file, loop.lineno) for file, loop in _loops()), "")
 
 
-def _loops_around(frame: FrameType) -> Iterator[ast.For]:
-    """Yield the loops whose bodies a frame runs, the innermost first."""
-    tree = parsed(frame.f_code.co_filename)
-    if tree is None:
-        return
-    line, first = frame.f_lineno, frame.f_code.co_firstlineno
-    found = [
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, ast.For)
-        and first <= one.lineno
-        and one.body[0].lineno <= line <= (one.body[-1].end_lineno or 0)
-    ]
-    yield from sorted(found, key=lambda one: -one.lineno)
+def _loops() -> Iterator[tuple[str, ast.For]]:
+    """Yield the loops of the script that run now, the innermost first, with their files."""
+    for frame in users_frames():
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        loops = [
+            node
+            for node in _nodes(file)
+            if isinstance(node, ast.For)
+            and frame.f_code.co_firstlineno <= node.lineno
+            and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
+        ]
+        yield from ((file, loop) for loop in sorted(loops, key=lambda node: -node.lineno))
+
+
+@lru_cache(maxsize=64)
+def _nodes(file: str) -> list[ast.AST]:
+    """Return the nodes of a file's syntax tree; none if it has no Python source."""
+    try:
+        return list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except (SyntaxError, ValueError):
+        return []
 
 
 MAX_BATCHES = 256  # of the training, and as many of evaluations

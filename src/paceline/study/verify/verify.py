@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...analyze.verification.comparison import Difference
-from ...analyze.verification.determinism import describe_noise, suspicious_noise
 from ...analyze.verification.joined_runs import JoinedRuns
-from ...analyze.verification.replayed_steps import NOT_COMPARED, ReplayedSteps, draws_of
+from ...analyze.verification.replayed_steps import (
+    NOT_COMPARED,
+    ReplayedSteps,
+    describe_noise,
+    draws_of,
+)
 from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
 from ...observe.facts.models import FLAT
 from ...observe.facts.ranks import RankFacts
@@ -106,11 +110,10 @@ def _round(
         return one
     what = "one rank: is a small difference rounding?"
     settings = replace(settings, permutes=True, last_bits=MANY_LAST_BITS)
-    try:
-        found.permuted = runs.run("rounded", what, settings, ranks=1)[0]
-    except RunFailedError as error:
-        found.notes.append(f"{what}: failed ({error.short})")
+    rounded = _try(runs, found, "rounded", what, settings)
+    if rounded is None:
         return one
+    found.permuted = rounded
     rest = JoinedRuns(found).comparison.whole
     if rest is None:
         found.notes.append(
@@ -126,12 +129,9 @@ def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, wa
     who = "one rank" if way.ranks == 1 else "2 ranks"
     what = f"{who}: the same with the samples in another order"
     permuted = replace(settings, permutes=True)
-    try:
-        found.permuted = runs.run("permuted", what, permuted, ranks=way.ranks)[0]
-    except RunFailedError as error:
-        found.notes.append(f"{what}: failed ({error.short})")
-        return
-    noise = suspicious_noise(JoinedRuns(found))
+    found.permuted = _try(runs, found, "permuted", what, permuted, way.ranks)
+    joined = JoinedRuns(found)
+    noise = joined.replay.suspicious_noise(joined.steps[0]) if joined.steps else 0.0
     if noise:
         found.notes.append(describe_noise(noise, _trace(runs, settings, way.ranks)))
 
@@ -139,22 +139,17 @@ def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, wa
 def _join(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings) -> None:
     """Train the first global batches as a whole, with other random numbers, for their losses."""
     what = "one rank: the first batches of all ranks as a whole"
-    try:
-        facts = runs.run("joint", what, settings, ranks=1)[0]
-    except RunFailedError:
-        return  # the parts are compared
-    found.joint = facts if facts.steps else None
+    facts = _try(runs, None, "joint", what, settings)  # else the parts are compared
+    found.joint = facts if facts is not None and facts.steps else None
 
 
 def _cut(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings) -> None:
     """Train each global batch in the parts of the ranks: do they explain the difference?"""
-    try:
-        facts = runs.run("cut", CUT, settings, ranks=1)[0]
-    except RunFailedError as error:
-        found.notes.append(f"{CUT}: failed ({error.short})")
-        return
-    found.cut = facts if facts.steps else None
-    found.notes += [f"{CUT}: {one}" for one in facts.unseen if not facts.steps]
+    facts = _try(runs, found, "cut", CUT, settings)
+    if facts is not None and facts.steps:
+        found.cut = facts
+    elif facts is not None:
+        found.notes += [f"{CUT}: {reason}" for reason in facts.unseen]
 
 
 def _first_that_fits(
@@ -231,13 +226,11 @@ def _too_large(ranks: list[RankFacts], failed: RunFailedError) -> str:
 
 
 def _trace(runs: ObservedRuns, settings: VerifySettings, ranks: int) -> list[RankFacts]:
-    """Train the first step twice with a list of its operators; nothing if a run fails."""
+    """Train the first step twice with a list of its operators; without runs that fail."""
     traced = replace(settings, traces=True)
     what = "train the first batch again: is it the same?"
-    try:
-        return [runs.run(name, what, traced, ranks=ranks)[0] for name in ("again", "again-2")]
-    except RunFailedError:
-        return []
+    tried = [_try(runs, None, name, what, traced, ranks) for name in ("again", "again-2")]
+    return [facts for facts in tried if facts is not None]
 
 
 def _not_comparable(ranks: list[RankFacts]) -> str:
@@ -419,13 +412,22 @@ def _compare_with_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
 
 
 def _try(
-    runs: ObservedRuns, found: VerifyRuns, name: str, what: str, settings: VerifySettings
+    runs: ObservedRuns,
+    found: VerifyRuns | None,
+    name: str,
+    what: str,
+    settings: VerifySettings,
+    ranks: int = 1,
 ) -> RankFacts | None:
-    """Run one rank; add a note and return None if it fails."""
+    """Run fewer ranks; return the facts of the first, or None if the run fails.
+
+    found: Receives a note if it fails; None: without one.
+    """
     try:
-        return runs.run(name, what, settings, ranks=1)[0]
+        return runs.run(name, what, settings, ranks=ranks)[0]
     except RunFailedError as error:
-        found.notes.append(f"{what}: failed ({error.short})")
+        if found is not None:
+            found.notes.append(f"{what}: failed ({error.short})")
         return None
 
 

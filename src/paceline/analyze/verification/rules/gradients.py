@@ -13,7 +13,7 @@ from ..joined_runs import JoinedRuns, listed
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
 from ..relations import distance, solve, vectors
 from ..replayed_steps import NOISE_FACTOR
-from ..steps import JointStep, trained
+from ..steps import JointStep, find_step, trained
 from .replicas import MISTAKES as MISTAKES_OF_REPLICAS
 
 Weights = NDArray[np.float64]  # by rank
@@ -139,8 +139,7 @@ def _measured_ratio(joined: JoinedRuns, one: Exchange) -> float | None:
     measured = joined.reference.multiple(one.step, one.step.unclipped(0))
     if measured is None or joined.runs.joint is None:
         return measured
-    by_step = {(x.step.optimizer, x.step.index): x for x in joined.exchanges}
-    return measured * joint_factor(joined.runs.joint, joined.replayed, by_step)
+    return measured * joint_factor(joined.runs.joint, joined.replayed, joined.exchange_by_step)
 
 
 def _ratio_by_loss(joined: JoinedRuns) -> float | None:
@@ -215,14 +214,7 @@ def is_compensated(joined: JoinedRuns) -> bool:
     multiplied by N.
     """
     one = joined.difference
-    step = next(
-        (
-            x
-            for x in joined.replayed
-            if one and (x.optimizer, x.index) == (one.optimizer, one.index)
-        ),
-        None,
-    )
+    step = find_step(joined.replayed, one.key) if one is not None else None
     multiple = joined.reference.multiple(step, step.unclipped(0)) if step is not None else None
     rates = rate_ratio(joined)
     return multiple is not None and rates != 1.0 and is_near(multiple * rates, 1.0, MEASURED)
@@ -532,13 +524,12 @@ def part_loss(joined: JoinedRuns) -> Iterator[Finding]:
 
 def _lines(joined: JoinedRuns, one: Difference) -> list[str]:
     """Return the lines to look at: those that clip, hooks, and others that change gradients."""
-    key = (one.optimizer, one.index)
-    step = next((x for x in joined.steps if (x.optimizer, x.index) == key), None)
+    step = find_step(joined.steps, one.key)
     if step is None or one.what is What.BUFFER:
         return one.lines
     clips = [clip.line for clip in step.steps[0].clips if one.what is What.USED]
     lines = [*clips, *joined.hook_lines(step)]
-    exchange = next((x for x in joined.exchanges if x.step is step), None)
+    exchange = joined.exchange_by_step.get(step.key)
     if exchange is not None and not exchange.is_mean:
         before = joined.lines_before_exchange(step)
         lines = [*before, *lines, *joined.lines_after_exchange(step)]
@@ -561,7 +552,7 @@ def _of_difference(
         else MISTAKES["gradients-differ"],
         lines,
         f"{text}.{more}",
-        step=one.index + 1,
+        step=one.number,
         layer=one.name,
         values={"difference": one.size, "rounding": one.rounding, "parameters": len(one.names)},
         remedy=remedy,

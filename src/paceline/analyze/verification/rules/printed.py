@@ -423,7 +423,7 @@ def _apart(joined: JoinedRuns, replay: RankFacts, count: int) -> float:
     if not all(len(one) == count for one in before):
         return math.inf
     last = [one[-1] for one in before]
-    if len({(one.optimizer, one.index) for one in last}) > 1:
+    if len({one.key for one in last}) > 1:
         return math.inf
     found = 0.0
     for key in {one.optimizer for one in before[0]}:

@@ -8,7 +8,7 @@ from typing import Any
 from ....observe.facts.samples import BatchFacts, Phase
 from ..joined_runs import JoinedRuns, ranks_text
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
-from ..passes import JointPass, RankPass, Sample, Stream, streams
+from ..passes import RankPass, Sample, Stream, streams
 
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
@@ -93,7 +93,7 @@ def repeated_or_missing(joined: JoinedRuns) -> Iterator[Finding]:
         if not (stream.shares_dataset or stream.has_root):
             yield from by_contents(joined, stream)
             continue
-        plans = [plan for one in stream.passes if (plan := _plans(stream, one))]
+        plans = [plan for one in stream.passes if (plan := stream.plans(one))]
         if not plans:
             continue
         yield from _repeated(joined, stream, plans)
@@ -103,24 +103,18 @@ def repeated_or_missing(joined: JoinedRuns) -> Iterator[Finding]:
 def epoch_not_set(joined: JoinedRuns) -> Iterator[Finding]:
     """Find a random order that is the same in all epochs."""
     for stream in joined.training:
-        orders = []
-        for one in stream.passes:
-            rank = min(one.ranks)
-            orders.append(_order(stream, one.ranks[rank]))
-        known = [order for order in orders if order]
+        known = [order for one in stream.passes if (order := _order(stream, one.first))]
+        if len(known) < 2 or any(order != known[0] for order in known):
+            continue
         loader = stream.first.loader
         is_shuffled_stream = loader.is_iterable and bool(loader.sampler_seed_line)
         may_differ = loader.sampler_has_epoch or is_shuffled_stream
-        if len(known) < 2 or (loader.is_iterable and not may_differ):
-            continue
-        if any(order != known[0] for order in known[1:]):
-            continue
-        if not loader.is_iterable and is_regular(known[0]):
+        if not may_differ if loader.is_iterable else is_regular(known[0]):
             continue
         what = loader.dataset if loader.is_iterable else loader.sampler
         epochs = f"{len(known)} epochs" if len(known) > 2 else "both epochs"
         has_epoch = loader.sampler_has_epoch
-        set_to = {one.ranks[min(one.ranks)].facts.sampler_epoch for one in stream.passes}
+        set_to = {one.first.facts.sampler_epoch for one in stream.passes}
         # The script sets the epoch of its own sampler, which does not use it.
         ignored = [loader.sampler_seed_line, loader.sampler_line] if len(set_to) > 1 else []
         if is_shuffled_stream:
@@ -194,17 +188,6 @@ def _identify(samples: Sequence[Sample]) -> bool:
     return len(set(samples)) >= max(DISTINCT * len(samples), 1)
 
 
-def _plans(stream: Stream, one: JointPass) -> dict[int, list[int]]:
-    """Return the samples of a pass by rank; empty unless all ranks' are known."""
-    plans: dict[int, list[int]] = {}
-    for rank, made in one.ranks.items():
-        plan = stream.plan(made)
-        if plan is None:
-            return {}
-        plans[rank] = [at for batch in plan for at in batch]
-    return plans if any(plans.values()) else {}
-
-
 def _padding(stream: Stream) -> int:
     """Return how many samples a sampler may repeat, or leave out, to give ranks equal parts."""
     batch = stream.first.loader.batch_size or max(
@@ -214,7 +197,7 @@ def _padding(stream: Stream) -> int:
 
 
 def _repeated(
-    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
+    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[Sample]]]
 ) -> Iterator[Finding]:
     plan = plans[0]
     counts = Counter(at for one in plan.values() for at in one)
@@ -252,11 +235,11 @@ def _repeated(
 
 
 def _missing(
-    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
+    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[Sample]]]
 ) -> Iterator[Finding]:
     loader = stream.first.loader
     length = loader.root_length if stream.has_root else loader.dataset_length
-    if length is None or _chooses(stream) or (stream.has_root and not _covers_by_rank(stream)):
+    if length is None or _chooses(stream) or (stream.has_root and not stream.is_by_rank):
         return
     sets = [set().union(*map(set, plan.values())) for plan in plans]
     ever = set().union(*sets)
@@ -271,17 +254,16 @@ def _missing(
     if each > allowed and is_split:
         missing, when, trained = each, "in an epoch", sets[0]
     elif (never > allowed and (fixed or is_regular(_order(stream, stream.first)))) or (
-        never > 0 and fixed and (_covers_by_rank(stream) or _is_shuffled(stream))
+        never > 0 and fixed and (stream.is_by_rank or _is_shuffled(stream))
     ):
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
     of_one = stream_of_one(joined, stream)
     plan = of_one.plan(of_one.first) if of_one is not None else None
-    of_one_process = {at for batch in plan or () for at in batch}
-    by_one = of_one_process >= set(range(length)) - trained
+    by_one = set(plan or ()) >= set(range(length)) - trained
     is_remainder = missing <= allowed and not by_one  # left out so that all ranks have as many
-    split = [loader.split_line] if _covers_by_rank(stream) else []
+    split = [loader.split_line] if stream.is_by_rank else []
     example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
@@ -297,15 +279,9 @@ def _missing(
 
 def _is_shuffled(stream: Stream) -> bool:
     """Return whether the epochs have different random orders."""
-    orders = [_order(stream, one.ranks[min(one.ranks)]) for one in stream.passes]
+    orders = [_order(stream, one.first) for one in stream.passes]
     are_random = all(order and not is_regular(order) for order in orders)
     return are_random and any(order != orders[0] for order in orders)
-
-
-def _covers_by_rank(stream: Stream) -> bool:
-    """Return whether each rank has a part of the dataset of its own."""
-    parts = [tuple(one.subset or ()) for one in stream.loaders.values()]
-    return len(parts) > 1 and len(set(parts)) == len(parts)
 
 
 def _chooses(stream: Stream) -> bool:
@@ -321,11 +297,10 @@ def _order(stream: Stream, made: RankPass) -> list[Sample]:
     if made.loader.is_iterable:
         read = stream.read(0, made)
         return read if len(set(read)) >= max(DISTINCT * len(read), LEAST_SAMPLES) else []
-    if made.facts.planned is not None:
-        return [at for batch in made.facts.planned for at in batch]
-    if any(batch.indices is None for batch in made.batches):
-        return []
-    return [at for batch in made.batches for at in batch.indices or []]
+    if made.planned is not None:
+        return [*made.planned]
+    is_known = all(batch.indices is not None for batch in made.batches)
+    return [at for batch in made.batches for at in batch.indices or []] if is_known else []
 
 
 def same_order(joined: JoinedRuns) -> Iterator[Finding]:
@@ -359,8 +334,7 @@ def kept_batches(joined: JoinedRuns) -> Iterator[Finding]:
     again = [one for one in joined.training if not one.first.loader.dataset]
     for stream in loaders:
         made = stream.first
-        order = [at for batch in made.facts.planned or () for at in batch]
-        if len(stream.passes) > 1 or not again or is_regular(order):
+        if len(stream.passes) > 1 or not again or is_regular(made.planned or []):
             continue
         rank = min(stream.passes[0].ranks)
         kept = {tuple(column) for batch in made.batches for column in batch.contents}
@@ -568,12 +542,8 @@ def _by_position(stream: Stream) -> dict[int, list[Sample]] | None:
     """Return the positions of the samples by rank; None if they are not known."""
     if not (stream.shares_dataset or stream.has_root or len(stream.loaders) == 1):
         return None
-    plans = {rank: stream.plan(made) for rank, made in stream.passes[0].ranks.items()}
-    read: dict[int, list[Sample]] = {
-        rank: [at for one in plan for at in one] for rank, plan in plans.items() if plan
-    }
-    is_known = bool(stream.first.loader.dataset_length) and None not in plans.values()
-    return read if is_known and read else None
+    plans = {rank: plan for rank, plan in stream.plans(stream.passes[0]).items() if plan}
+    return plans if plans and stream.first.loader.dataset_length else None
 
 
 def _evaluated_by_one(joined: JoinedRuns, stream: Stream) -> tuple[dict[int, list[Sample]], int]:
@@ -609,9 +579,9 @@ def _root_length(joined: JoinedRuns, stream: Stream) -> int:
         for at in one.subset or ()
     }
     whole = (stream.first.loader.root_length or 0) - len(trained - covered)
-    is_by_rank = len({tuple(one.subset or ()) for one in loaders}) == len(loaders) > 1
     batch = stream.first.loader.batch_size or 1
-    return whole if is_by_rank and whole - len(covered) < stream.size * batch else len(covered)
+    is_whole = stream.is_by_rank and whole - len(covered) < stream.size * batch
+    return whole if is_whole else len(covered)
 
 
 def _judged(
@@ -627,7 +597,7 @@ def _judged(
     evaluations = [one for one in joined.ranks[0].collectives if one.phase is Phase.EVALUATION]
     is_mended = any(one.removes_repeated for one in evaluations)
     if repeated and "random" not in loader.sampler.lower() and not is_mended:
-        gathers = any(one.kind.replace("_", "").startswith(GATHERS) for one in evaluations)
+        gathers = any(one.kind.startswith(GATHERS) for one in evaluations)
         (example, most), *_ = Counter(at for one in read.values() for at in one).most_common(1)
         text = (
             f"{who} evaluate{'s' * (len(read) == 1)} {len(union)} samples in a validation pass, "
@@ -645,10 +615,10 @@ def _judged(
         )
     missing = length - len(union)
     if missing > 0:
-        is_by_rank = len({tuple(one.subset or ()) for one in stream.loaders.values()}) > 1
+        parts = {tuple(one.subset or ()) for one in stream.loaders.values()}
         yield Finding(
             MISTAKES["validation-misses-samples"],
-            [*([loader.split_line] if is_by_rank else []), *stream.lines],
+            [loader.split_line if len(parts) > 1 else "", *stream.lines],
             f"{who} leave{'s' * (len(read) == 1)} out {missing} of {length} samples in a validation"
             + (" pass: drop_last is set." if loader.drops_last else " pass."),
             values={"samples": length, "missing": missing},

@@ -7,18 +7,19 @@ choice, and asked with both values.
 from collections.abc import Iterator
 from math import isclose
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ....observe.facts.ranks import RankFacts
-from ....observe.facts.steps import ScheduleFacts
+from ....observe.facts.steps import OptimizerFacts, ScheduleFacts
 from ..joined_runs import JoinedRuns
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
-from ..relations import EQUAL_WITHIN
+from ..relations import EQUAL_WITHIN, percent
 from ..steps import JointStep, joint_steps
 
 EQUAL_LENGTHS = 0.1  # relative difference of equal lengths: incomplete batches and steps
-MIN_PEAK_RATIO = (
-    1.5  # largest rates of a schedule differ a little where they fall between two steps
-)
-CYCLES = ("OneCycleLR", "CyclicLR")  # set all rates from their own arguments
+MIN_RATIO = 1.5  # of rates, or of lengths, that are observed in few steps, and differ
+MIN_STEPS = 0.5  # in which a rate changes, from which on this number is known
 
 MISTAKES = by_id(
     Mistake(
@@ -48,7 +49,8 @@ MISTAKES = by_id(
     Mistake(
         "schedule-counts-other-steps",
         "The learning-rate schedule has another length than the training",
-        "a question: the length of the schedule in epochs, on N ranks and on one",
+        "a question: the length of the schedule in epochs, or the epochs in which learning rates "
+        "change as much, on N ranks and on one",
         "compute its length from the number of steps on N ranks: len(loader) after the split",
         nature=Nature.QUESTION,
     ),
@@ -94,25 +96,19 @@ def scaling(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about a learning rate that grows otherwise than the global batch."""
     single, n = joined.single, joined.size
     growth = _growth(joined, single) if single is not None and n > 1 else None
+    if single is None or growth is None:
+        return
     for optimizer in joined.ranks[0].optimizers:
-        if single is None or growth is None:
-            return
-        runs = (joined.ranks[0], single)
-        both = [_rates(facts, optimizer.key, of_cycles=True) for facts in runs]
-        if not all(both):
-            both = [_rates(facts, optimizer.key, of_cycles=False) for facts in runs]
         pairs = [
-            (a, b)
-            for at, row in enumerate(zip(*both, strict=False))
-            for a, b in zip(*row, strict=False)
-            if min(a, b) > 0 and (at < 2 or a > MIN_PEAK_RATIO * b)
+            (ours, theirs)
+            for ours, theirs in _rates(joined.ranks[0], single, optimizer.key)
+            if min(ours, theirs) > 0
         ]
         if not pairs:
             continue
         ours, theirs = max(pairs, key=lambda pair: pair[0] / pair[1])
         more = f"{growth:.3g} times the global batch"
         schedules = [one for one in joined.ranks[0].schedules if one.optimizer == optimizer.key]
-        cycles = [one.line for one in schedules if one.class_name in CYCLES and one.peaks]
         may_scale_later = any(one.class_name == "LambdaLR" for one in schedules)
         if (
             isclose(ours, theirs, rel_tol=EQUAL_WITHIN)
@@ -128,55 +124,132 @@ def scaling(joined: JoinedRuns) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES[f"learning-rate-{kind}"],
-            [*cycles, optimizer.line, *(one.line for one in schedules)],
+            [*(s.line for s in schedules if s.peaks), optimizer.line, *(s.line for s in schedules)],
             f"The learning rate is {text}",
             values={"rate": ours, "rate_of_one": theirs, "growth": growth},
         )
 
 
-def _rates(facts: RankFacts, key: int, of_cycles: bool) -> list[list[float]]:
-    """Return learning rates of an optimizer: when made, in the first step, the largest ones.
+def _rates(ours: RankFacts, theirs: RankFacts, key: int) -> Iterator[tuple[float, float]]:
+    """Yield learning rates of an optimizer on N ranks, each with that of one rank.
 
-    of_cycles: Only those of schedules that set all rates themselves.
+    They are the largest ones of schedules that were made with them. Else they are those with which
+    the optimizer was made, those of the first step, and larger ones of later steps: one rank has
+    smaller ones both in the same step and at the same share of an epoch.
     """
-    peaks = [one for one in facts.schedules if one.optimizer == key and one.peaks]
-    if of_cycles:
-        return [one.peaks for one in peaks if one.class_name in CYCLES]
-    made = next((one.initial_rates for one in facts.optimizers if one.key == key), [])
-    first = next((one.learning_rates for one in facts.steps if one.optimizer == key), made)
-    return [made, first, *(one.peaks for one in peaks)]
+    runs = (ours, theirs)
+    peaks = [[x.peaks for x in one.schedules if x.optimizer == key and x.peaks] for one in runs]
+    if all(peaks):
+        for rows in zip(*peaks, strict=False):
+            yield from zip(*rows, strict=False)
+        return
+    made = [next((x.initial_rates for x in one.optimizers if x.key == key), []) for one in runs]
+    yield from zip(*made, strict=False)
+    steps = [[x.learning_rates for x in one.steps if x.optimizer == key] for one in runs]
+    epochs = [epoch_steps(one) for one in runs]
+    pace = epochs[1] / epochs[0] if all(epochs) else 1.0
+    for at, both in enumerate(zip(*steps, strict=False)):
+        at_share = steps[1][min(round(at * pace), len(steps[1]) - 1)]
+        for mine, same, later in zip(*both, at_share, strict=False):
+            if at == 0 or mine > MIN_RATIO * max(same, later):
+                yield mine, max(same, later)
 
 
 def schedule_length(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about schedules that have another length in epochs on N ranks than on one."""
-    single, n = joined.single, joined.size
-    if single is None:
+    single = joined.single
+    if single is None or joined.size < 2:
+        return
+    ours, theirs = epoch_steps(joined.ranks[0]), epoch_steps(single)
+    if not ours or not theirs:
         return
     for schedule, other in zip(joined.ranks[0].schedules, single.schedules, strict=False):
-        ours, theirs = epoch_steps(joined.ranks[0]), epoch_steps(single)
-        calls, their_calls = calls_per_step(schedule), calls_per_step(other)
-        if schedule.class_name != other.class_name or not ours or not theirs:
+        yield from _of_lengths(joined.size, schedule, other, ours, theirs)
+    for optimizer in joined.ranks[0].optimizers:
+        schedules = [x for x in joined.ranks[0].schedules if x.optimizer == optimizer.key]
+        if not any(one.lengths for one in schedules):
+            yield from _of_rates(joined, single, optimizer, schedules, ours, theirs)
+
+
+def _of_lengths(
+    n: int, schedule: ScheduleFacts, other: ScheduleFacts, ours: float, theirs: float
+) -> Iterator[Finding]:
+    """Compare the lengths with which a schedule was made. ours, theirs: Steps of an epoch."""
+    calls, their_calls = calls_per_step(schedule), calls_per_step(other)
+    if schedule.class_name != other.class_name or calls is None or their_calls is None:
+        return
+    pairs = [
+        (name, *both)
+        for name, lengths in schedule.lengths.items()
+        for both in zip(lengths, other.lengths.get(name, []), strict=False)
+    ]
+    for name, length, their_length in pairs[::-1]:
+        epochs, of_one = length / calls / ours, their_length / their_calls / theirs
+        if of_one < 1 - EQUAL_LENGTHS or abs(epochs / of_one - 1) <= EQUAL_LENGTHS:
+            continue  # shorter than an epoch: a warm-up with a number of steps
+        yield Finding(
+            MISTAKES["schedule-counts-other-steps"],
+            [schedule.line, *schedule.step_lines[:1]],
+            f"{schedule.class_name} has {name} = {length} on {n} ranks, which is "
+            f"{epochs:.3g} epochs of {ours:.0f} steps, and {their_length} on one, "
+            f"which is {of_one:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
+            "another one on more ranks?",
+            values={"length": length, "epochs": epochs, "epochs_of_one": of_one},
+        )
+
+
+def _of_rates(
+    joined: JoinedRuns,
+    single: RankFacts,
+    optimizer: OptimizerFacts,
+    schedules: list[ScheduleFacts],
+    ours: float,
+    theirs: float,
+) -> Iterator[Finding]:
+    """Compare the epochs in which the learning rates of functions of the step change as much.
+
+    A warm-up with a number of steps is the same in these steps. ours, theirs: Steps of an epoch.
+    """
+    for group in range(len(optimizer.initial_rates)):
+        changes = [_changes(one, optimizer.key, group) for one in (joined.ranks[0], single)]
+        level = min((max(abs(each), default=0.0) for each in changes), default=0.0)
+        is_rising = [bool(each.sum() > 0) for each in changes]
+        if not level > EQUAL_WITHIN or len(set(is_rising)) > 1:
             continue
-        if calls is None or their_calls is None:
+        taken = [float(np.interp(level, abs(each), np.arange(len(each)))) for each in changes]
+        epochs = (taken[0] / ours, taken[1] / theirs)
+        are_equal_steps = isclose(*taken, rel_tol=EQUAL_LENGTHS)
+        ratio = max(epochs) / max(min(epochs), 1e-30)
+        if min(taken) < MIN_STEPS or ratio < MIN_RATIO or (is_rising[0] and are_equal_steps):
             continue
-        pairs = [
-            (name, *both)
-            for name, lengths in schedule.lengths.items()
-            for both in zip(lengths, other.lengths.get(name, []), strict=False)
-        ]
-        for name, length, their_length in pairs[::-1]:
-            epochs, of_one = length / calls / ours, their_length / their_calls / theirs
-            if of_one < 1 - EQUAL_LENGTHS or abs(epochs / of_one - 1) <= EQUAL_LENGTHS:
-                continue  # shorter than an epoch: a warm-up with a number of steps
-            yield Finding(
-                MISTAKES["schedule-counts-other-steps"],
-                [schedule.line, *schedule.step_lines[:1]],
-                f"{schedule.class_name} has {name} = {length} on {n} ranks, which is "
-                f"{epochs:.3g} epochs of {ours:.0f} steps, and {their_length} on one, "
-                f"which is {of_one:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
-                "another one on more ranks?",
-                values={"length": length, "epochs": epochs, "epochs_of_one": of_one},
-            )
+        lines = [line for one in schedules for line in (one.line, *one.step_lines[:1])]
+        yield Finding(
+            MISTAKES["schedule-counts-other-steps"],
+            [*lines, *optimizer.rate_lines, optimizer.line],
+            f"The learning rate {'rises' if is_rising[0] else 'falls'} by {percent(level)} of its "
+            f"initial value within {taken[0]:.3g} steps on {joined.size} ranks, which is "
+            f"{epochs[0]:.3g} epochs of {ours:.0f} steps, and within {taken[1]:.3g} steps on one, "
+            f"which is {epochs[1]:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
+            "another one on more ranks?",
+            values={"steps": taken[0], "epochs": epochs[0], "epochs_of_one": epochs[1]},
+        )
+
+
+def _changes(facts: RankFacts, key: int, group: int) -> NDArray[np.float64]:
+    """Return by how much a learning rate differs from that of the first step, in each step.
+
+    Relative to the rate with which the optimizer was made; up to where it turns.
+    """
+    made = next((one.initial_rates for one in facts.optimizers if one.key == key), [])
+    steps = [one.learning_rates for one in facts.steps if one.optimizer == key]
+    rates = np.array([one[group] for one in steps if group < len(one)])
+    if not len(rates):
+        return rates
+    unit = made[group] if group < len(made) and made[group] else rates[0] or 1.0
+    changes = (rates - rates[0]) / unit
+    first = next((change for change in changes if change), 0.0)
+    turns = np.diff(changes) * np.sign(first) < 0
+    return changes[: int(turns.argmax()) + 1] if turns.any() else changes
 
 
 def _growth(joined: JoinedRuns, single: RankFacts) -> float | None:
