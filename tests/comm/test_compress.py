@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import compress
 from paceline.comm.compress import TopK, topk_hook
-from paceline.knobs.apply import KnobResult
+from paceline.knobs.knob import KnobResult
 
 
 @pytest.fixture(autouse=True)

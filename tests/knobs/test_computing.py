@@ -4,8 +4,8 @@ import pytest
 import ranks
 import torch
 
-from paceline.knobs import compute, nccl
-from paceline.knobs.apply import KnobResult
+from paceline.knobs import compute, process
+from paceline.knobs.knob import KnobResult
 from paceline.knobs.settings import Setting, write_settings
 from paceline.record.ring.recorder import Recorder
 
@@ -135,8 +135,8 @@ def test_nothing_asks_the_driver_for_gpus_before_the_script(monkeypatch):
     knob = KnobResult("matmul-precision")
     compute.products("high", knob)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert nccl._is_nccl("paceline")
-    assert not nccl._is_nccl("gloo")
+    assert process._is_nccl("paceline")
+    assert not process._is_nccl("gloo")
 
 
 @pytest.mark.parametrize(

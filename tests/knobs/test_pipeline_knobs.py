@@ -1,25 +1,29 @@
 """Knobs of pipelines: micro-batches, schedule and division in place of the script's."""
 
+from functools import partial
+
 import pytest
 import thread_ranks
 import torch
 from torch import nn
 
-from paceline.knobs.apply import KnobResult
-from paceline.knobs.layouts import pipelines
+from paceline.knobs import knob, layouts
 from paceline.knobs.settings import unfit
 from paceline.study.diagnose.try_remedies import _value
+
+at_exit = []
 
 
 @pytest.fixture
 def requested(monkeypatch):
-    monkeypatch.setattr(pipelines._Requested, "values", {})
-    monkeypatch.setattr(pipelines._Requested, "turned", [])
+    at_exit.clear()
+    monkeypatch.setattr(knob, "_requests", {})
+    monkeypatch.setattr(knob.atexit, "register", lambda *call: at_exit.append(partial(*call)))
 
     def request(**values):
         for name, value in values.items():
-            getattr(pipelines, f"set_{name}")(value, KnobResult(name))
-        return pipelines._Requested.turned
+            layouts.set_pipeline_option(value, knob.KnobResult(name.replace("_", "-")))
+        return [turned for _, turned in knob._requests.values()]
 
     return request
 
@@ -38,7 +42,7 @@ def distribute(world, layout):
 
 def test_settings_take_the_place_of_what_the_script_says(requested):
     plain = thread_ranks.run(lambda world: distribute(world, "pp2 + schedule=gpipe"))
-    turned = requested(micro_batches=2, schedule="zero-bubble", balance="1")
+    turned = requested(micro_batches=2, pipeline_schedule="zero-bubble", pipeline_balance="1")
     found = thread_ranks.run(lambda world: distribute(world, "pp2 + schedule=gpipe"))
     layout = "pp2 + schedule=zero-bubble + micro-batches=2"
     assert [one[:2] for one in found] == [(layout, ["0"]), (layout, ["1", "2", "3"])]
@@ -56,7 +60,7 @@ def test_a_layout_without_stages_is_left_and_said(requested):
         )
     )[1]
     assert world_layout == "data"
-    pipelines._report_unused()
+    at_exit[0]()
     assert "no layout with stages. HINT: layout='pp2'" in turned[0].why_not
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.record.hooks.taps import Tap
+from paceline.record.hooks.taps import Tap, around
 
 MODULE = """
 def twice(x):
@@ -67,3 +67,12 @@ def test_function_that_is_missing_does_not_fail_the_import(package, monkeypatch,
     said = capsys.readouterr().err
     assert said.count("is off") == 1
     assert "new_name" in said
+
+
+def test_replaced_function_is_restored_where_it_was_replaced(package):
+    outer, inner = importlib.import_module(package), importlib.import_module(f"{package}.inner")
+    twice = inner.twice
+    restore = around(inner, "twice", lambda function, x: -function(x))
+    assert (outer.twice(3), inner.twice(3)) == (-6, -6)
+    restore()
+    assert outer.twice is inner.twice is twice

@@ -6,7 +6,7 @@ It is used by ``paceline run --exchange paceline`` and by the knob ``exchange``.
 import os
 from typing import Any
 
-from ..knobs.apply import KnobResult
+from ..knobs.knob import KnobResult
 from ..knobs.tuning import VARIABLE, Tuning
 from ..record.hooks.taps import NEW_GROUP, Function
 

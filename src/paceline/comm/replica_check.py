@@ -5,7 +5,6 @@ Otherwise, different parameters would be reduced together without an error: torc
 shapes, and names a parameter only by its number.
 """
 
-import functools
 import hashlib
 import json
 from typing import Any
@@ -15,12 +14,12 @@ import torch.distributed as dist
 
 from ..plurals import named_ranks
 from ..record.hooks.collectives import RecordedGroup
-from ..record.hooks.import_hooks import after_import
+from ..record.hooks.taps import Tap
 from .shared_memory_group import SharedMemoryGroup
 
 LENGTH = 32  # bytes of a digest
 Rows = list[list[str]]  # name and description of each parameter and buffer, in their order
-_MODULE = "torch.nn.parallel.distributed"
+_REPLICAS = "torch.nn.parallel.distributed"
 _looking = False
 
 
@@ -29,20 +28,10 @@ def look() -> None:
     global _looking
     if not _looking:
         _looking = True
-        after_import({_MODULE: _install})
-
-
-def _install(module: Any) -> None:
-    kind = module.DistributedDataParallel
-    build = kind._build_params_for_reducer  # the last call before torch's own collectives
-
-    @functools.wraps(build)
-    def built(replica: Any) -> Any:
-        found = build(replica)
-        compare(replica.module, replica.process_group)
-        return found
-
-    kind._build_params_for_reducer = built
+        # the last call before torch's own collectives
+        Tap(
+            "torch.nn.parallel.distributed", "DistributedDataParallel._build_params_for_reducer"
+        ).after(lambda _, replica: compare(replica.module, replica.process_group))
 
 
 def compare(model: torch.nn.Module, group: Any) -> None:

@@ -1,6 +1,5 @@
-"""Knobs of computation: bfloat16 autocast, precision of matrix products, torch.compile."""
+"""Knobs of computation: autocast, precision of products, torch.compile, channels-last format."""
 
-import functools
 import getpass
 import os
 import stat
@@ -10,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..record.hooks import taps
 from ..record.hooks.import_hooks import after_import
 from ..security.folders import can_be_renamed_by_others, writable_by_others
 from ..security.processes import find_program
-from .apply import KnobResult
-from .ddp import MODULE, made
+from .ddp import made
+from .knob import KnobResult
 
 
 def autocast(_: bool, turned: KnobResult) -> None:
@@ -24,31 +24,27 @@ def autocast(_: bool, turned: KnobResult) -> None:
     bfloat16 are converted to float32.
     """
 
-    def install(module: Any) -> None:
+    def cast(forward: taps.Function, replica: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
         from torch.utils._pytree import tree_map
 
-        kind = module.DistributedDataParallel
-        forward = kind.forward
+        device = replica.device_type
+        if why := _not_cast(replica, device):
+            turned.not_done(why)
+            return forward(replica, *args, **kwargs)
+        with torch.autocast(device, torch.bfloat16):
+            outputs = forward(replica, *args, **kwargs)
+        turned.done()
+        return tree_map(_as_float32, outputs)
 
-        def wide(leaf: Any) -> Any:
-            narrow = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bfloat16
-            return leaf.float() if narrow else leaf
+    taps.REPLICA_FORWARD.around(cast)
 
-        @functools.wraps(forward)
-        def cast(replica: Any, *args: Any, **kwargs: Any) -> Any:
-            device = replica.device_type
-            if why := _not_cast(replica, device):
-                turned.not_done(why)
-                return forward(replica, *args, **kwargs)
-            with torch.autocast(device, torch.bfloat16):
-                found = forward(replica, *args, **kwargs)
-            turned.done()
-            return tree_map(wide, found)
 
-        kind.forward = cast
+def _as_float32(leaf: Any) -> Any:
+    import torch
 
-    after_import({MODULE: install})
+    is_narrow = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bfloat16
+    return leaf.float() if is_narrow else leaf
 
 
 def _not_cast(replica: Any, device: str) -> str:
@@ -56,7 +52,7 @@ def _not_cast(replica: Any, device: str) -> str:
 
     if torch.is_autocast_enabled(device):
         return "the script uses autocast"
-    kinds = {str(one.dtype).removeprefix("torch.") for one in replica.parameters()}
+    kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in replica.parameters()}
     return "" if "float32" in kinds else f"its parameters are {', '.join(sorted(kinds))}"
 
 
@@ -86,7 +82,7 @@ def _short_products(precision: str) -> bool:
             flags = next((line for line in file if line.startswith("flags")), "").split()
     except OSError:
         return False
-    return any(one in flags for one in needs)
+    return any(flag in flags for flag in needs)
 
 
 def compiled(_: bool, turned: KnobResult) -> None:
@@ -142,3 +138,59 @@ def _no_cache() -> str:
         f"other users can write to PyTorch's cache {folder}. HINT: "
         "TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/torchinductor"
     )
+
+
+CONVOLUTIONS = ("Conv2d", "ConvTranspose2d")
+
+
+def channels_last(_: bool, turned: KnobResult) -> None:
+    """Run 2D convolutions in the channels-last memory format.
+
+    Weights are converted before DDP wraps the model; without DDP, after the first optimizer step.
+    Inputs of shape (N, C, H, W) are converted in each call.
+    """
+
+    def images(layer: Any, inputs: Any) -> Any:
+        import torch
+
+        first = inputs[0] if inputs else None
+        if isinstance(first, torch.Tensor) and first.dim() == 4:
+            return (first.contiguous(memory_format=torch.channels_last), *inputs[1:])
+        return inputs
+
+    def laid_out(layer: Any) -> None:
+        import torch
+
+        from ..record.hooks.phases import UncopiedHook
+
+        if type(layer).__name__ not in CONVOLUTIONS or "_paceline_layout" in layer.__dict__:
+            return
+        layer.__dict__["_paceline_layout"] = True
+        layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+        layer.register_forward_pre_hook(UncopiedHook(images), prepend=True)
+        turned.done()
+
+    def wraps(_: Any, module: Any, *__: Any, **___: Any) -> None:
+        for layer in module.modules():
+            laid_out(layer)
+
+    def after_first_step(module: Any) -> None:
+        """Convert the layers of a script without DDP after its first step, when all were called."""
+        called: list[Any] = []
+
+        def look(layer: Any, _: Any) -> None:
+            if type(layer).__name__ in CONVOLUTIONS:
+                called.append(layer)
+
+        looking = module.register_module_forward_pre_hook(look)
+
+        def stepped(*_: Any) -> None:
+            looking.remove()  # does nothing after the first time
+            for layer in called:
+                laid_out(layer)
+            called.clear()
+
+        taps.on_step(after=stepped)
+
+    taps.REPLICA.before(wraps)
+    taps.on_import("torch.nn.modules.module", after_first_step)

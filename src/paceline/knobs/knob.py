@@ -1,11 +1,96 @@
-"""One knob: a setting, or an edit of the script, that may remove a cause of lost time."""
+"""One knob: a setting, or an edit of the script, that may remove a cause of lost time.
 
+``KnobResult`` is the result of one knob in a rank.
+"""
+
+import atexit
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..cost.layout import Layout
-from .apply import KnobResult
+from ..observe.attach import update_header
+from ..record.hooks.taps import replace
+from ..record.ring.launcher_messages import notify
+
+
+class KnobResult:
+    """The result of one knob in this rank, which is also written to the record's header."""
+
+    all: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.set, self.overrode, self.why_not, self.how = False, False, "", ""
+
+    def done(self, how: str = "") -> None:
+        """Report once that the knob is set, and how, if there are several ways."""
+        if not self.set or how not in ("", self.how):
+            self.set, self.how = True, how or self.how
+            self._tell()
+
+    def not_done(self, why: str) -> None:
+        """Report once that the knob cannot be set on this rank, and why."""
+        if not self.why_not:
+            self.why_not = why
+            self._tell()
+            self._say(f"{self.name} has no effect: {why}")
+
+    def overrides(self, call: str) -> None:
+        """Report once that the script's ``call`` is ignored."""
+        if not self.overrode:
+            self.overrode = True
+            self._say(f"{self.name} is set, so the script's call of {call} is ignored")
+
+    def passes_over(self, module: Any, name: str) -> None:
+        """Ignore all later calls of a module's function by the script."""
+
+        def passed_over(*_: Any) -> None:
+            self.overrides(f"{module.__name__}.{name}")
+
+        replace(module, name, lambda _: passed_over)
+
+    def _tell(self) -> None:
+        how = {"how": self.how} if self.how else {}
+        self.all[self.name] = {"set": self.set, "why_not": self.why_not, **how}
+        update_header(knobs=self.all)
+
+    def _say(self, text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            notify(f"paceline: {text}\n")
+
+
+_requests: dict[str, tuple[Any, KnobResult]] = {}  # by name of the knob
+
+
+def request(value: Any, turned: KnobResult, why_unused: str = "") -> None:
+    """Keep the value of a knob for the function of Paceline that asks for it with ``requested``.
+
+    why_unused: Reported at the end of a script without an error, if no function has asked.
+    """
+    _requests[turned.name] = value, turned
+    if why_unused:
+        atexit.register(_report_unused, turned, why_unused)
+
+
+def _report_unused(turned: KnobResult, why: str) -> None:
+    if not turned.set and getattr(sys, "last_value", None) is None:
+        turned.not_done(why)
+
+
+def requested(name: str, how: str = "") -> Any:
+    """Return the value that was requested for a knob, which then is set; None: as the script says.
+
+    how: The way in which it is set, for the record.
+    """
+    if name not in _requests:
+        return None
+    value, turned = _requests[name]
+    turned.done(how)
+    return value
+
 
 # Types of knob values.
 

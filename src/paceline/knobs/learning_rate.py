@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..record.hooks.taps import LOAD_OPTIMIZER, on_step
-from .apply import KnobResult
+from .knob import KnobResult
 
 NAME = "learning-rate-factor"
 

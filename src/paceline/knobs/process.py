@@ -1,4 +1,4 @@
-"""Knobs of a rank's process: its threads, its CPU binding, and its memory allocator."""
+"""Knobs of a rank's process: its threads, its CPU binding, its memory allocator, and NCCL."""
 
 import ctypes
 import ctypes.util
@@ -11,7 +11,8 @@ from typing import Any
 
 from ..cluster.schedulers.env_numbers import THREAD_VARIABLES
 from ..record.hooks.import_hooks import after_import
-from .apply import KnobResult
+from ..record.hooks.taps import NEW_GROUP
+from .knob import KnobResult
 
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -125,3 +126,35 @@ def huge_pages(_: bool, turned: KnobResult) -> None:
         turned.not_done("the kernel already uses them for all memory")
     else:
         turned.done()
+
+
+def nccl(variable: str, value: str | int, turned: KnobResult) -> None:
+    """Set an environment variable that NCCL reads when it creates a communicator.
+
+    The variables are documented in NCCL's manual, "Environment Variables". Paceline tries each one
+    in a separate run (paceline diagnose --try) and never in a training job: NCCL aborts the
+    communicator if it does not support an algorithm or a protocol on these GPUs. The result is
+    reported after the script creates a process group.
+    """
+    os.environ[variable] = str(value)
+
+    def report(
+        _: Any, size: int, rank: int, members: list[int], *args: Any, **options: Any
+    ) -> None:
+        if _is_nccl(str(args[0] if args else options.get("backend", "")).lower()):
+            turned.done()
+        elif not turned.set:
+            turned.not_done("the script does not use NCCL")
+
+    NEW_GROUP.after(report)
+
+
+def _is_nccl(backend: str) -> bool:
+    """Return whether a group uses NCCL.
+
+    torch selects it for GPUs if no backend is named, and so does the backend "paceline".
+    """
+    import torch
+
+    named = "nccl" in backend or backend in ("", "none", "undefined", "paceline")
+    return named and torch.cuda.is_available()

@@ -7,11 +7,11 @@ them.
 
 import json
 import os
+from functools import partial
 from importlib import import_module
 
 from ..cost.layout import SCHEDULES
-from . import accumulate, compute, ddp, learning_rate, nccl, process
-from .apply import KnobResult
+from . import compute, ddp, layouts, learning_rate, loading, process
 from .edits import EDITS
 from .knob import (
     ALL,
@@ -21,16 +21,16 @@ from .knob import (
     ON,
     RECORD,
     Choice,
+    KnobResult,
     LayoutText,
     ModuleNames,
     Range,
     Share,
     Tried,
+    request,
 )
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
-from .layouts import pipelines, requested
-from .loading import batch, loader
 
 # Each is a communication hook, and DDP accepts only one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
@@ -46,7 +46,7 @@ KNOBS: dict[str, Knob] = {
         "number of loader worker processes for each rank",
         _LOADING,
         "DataLoader(num_workers={value}, persistent_workers=True)",
-        loader.workers,
+        loading.workers,
         Range(1, 64),
         r"\bDataLoader\(",
         "memory for a copy of the dataset's Python objects in each process; different "
@@ -56,7 +56,7 @@ KNOBS: dict[str, Knob] = {
         "loader workers continue in the next epoch",
         ("loader-start", *_LOADING),
         "DataLoader(persistent_workers=True)",
-        loader.persistent,
+        loading.persistent,
         ON,
         r"\bDataLoader\(",
         "memory of the workers between epochs",
@@ -65,7 +65,7 @@ KNOBS: dict[str, Knob] = {
         "number of batches that each loader worker prefetches",
         _LOADING,
         "DataLoader(prefetch_factor={value})",
-        loader.prefetch,
+        loading.prefetch,
         Range(1, 64),
         r"\bDataLoader\(",
         "memory for these batches",
@@ -74,7 +74,7 @@ KNOBS: dict[str, Knob] = {
         "samples of a batch on all ranks together; the learning rate is not changed",
         (),
         "world.shard(loader, global_batch={value}), or DataLoader(batch_size={value} / ranks)",
-        batch.global_batch,
+        loading.global_batch,
         Range(1, 1 << 40),
         r"\bDataLoader\(|\bshard\(",
         numbers=True,
@@ -83,7 +83,7 @@ KNOBS: dict[str, Knob] = {
         "factor of the number of batches whose gradients world.distribute accumulates for a step",
         (),
         "world.distribute(model, optimizer, accumulate={value})",
-        batch.accumulate,
+        request,
         Range(1, 4096),
         r"\bdistribute\(",
         numbers=True,
@@ -101,7 +101,7 @@ KNOBS: dict[str, Knob] = {
         "batches are in pinned memory, from which a GPU copies asynchronously",
         _LOADING,
         "DataLoader(pin_memory=True), and .to(device, non_blocking=True)",
-        loader.pinned,
+        loading.pinned,
         ON,
         r"\bDataLoader\(",
         "node memory that cannot be swapped",
@@ -111,7 +111,7 @@ KNOBS: dict[str, Knob] = {
         ("bucket-size",),
         "DistributedDataParallel(bucket_cap_mb={value}); paceline run --tune-exchange finds the "
         "best value for a script",
-        ddp.bucket,
+        partial(ddp.construct, "bucket_cap_mb"),
         Range(0.1, 4096, whole=False),
         r"\b(DistributedDataParallel|DDP)\(",
         saves=Tried(25.0),
@@ -155,7 +155,7 @@ KNOBS: dict[str, Knob] = {
         "algorithm of NCCL's collectives, instead of the one that NCCL selects",
         ("exchange-bandwidth", "exchange-latency"),
         "NCCL_ALGO={value} in the environment",
-        nccl.algorithm,
+        partial(process.nccl, "NCCL_ALGO"),
         Choice(("Ring", "Tree")),
         costs="time for messages of other sizes; an error if NCCL does not have this algorithm",
     ),
@@ -163,7 +163,7 @@ KNOBS: dict[str, Knob] = {
         "protocol of NCCL's collectives, instead of the one that NCCL selects",
         ("exchange-bandwidth", "exchange-latency"),
         "NCCL_PROTO={value} in the environment",
-        nccl.protocol,
+        partial(process.nccl, "NCCL_PROTO"),
         Choice(("LL", "LL128", "Simple")),
         costs="time for messages of other sizes; an error if NCCL does not have this protocol",
     ),
@@ -171,7 +171,7 @@ KNOBS: dict[str, Knob] = {
         "minimum number of NCCL's channels",
         ("exchange-bandwidth",),
         "NCCL_MIN_NCHANNELS={value} in the environment",
-        nccl.channels,
+        partial(process.nccl, "NCCL_MIN_NCHANNELS"),
         Range(1, 64),
         costs="multiprocessors of the GPU, which then do not compute",
     ),
@@ -179,7 +179,7 @@ KNOBS: dict[str, Knob] = {
         "gradients are views of DDP's buckets, without copies",
         ("exchange-bandwidth", "bucket-size"),
         "DistributedDataParallel(gradient_as_bucket_view=True)",
-        ddp.views,
+        partial(ddp.construct, "gradient_as_bucket_view"),
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         saves=Tried(),
@@ -210,7 +210,7 @@ KNOBS: dict[str, Knob] = {
         "only the last backward of an optimizer step synchronizes gradients",
         ("accumulation-exchange",),
         "with model.no_sync(): around all backwards of an optimizer step except the last",
-        accumulate.locally,
+        ddp.synchronize_last,
         ON,
         r"\.backward\(",
     ),
@@ -218,7 +218,7 @@ KNOBS: dict[str, Knob] = {
         "DDP sends gradients as bfloat16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
-        ddp.as_bf16,
+        partial(ddp.compress, "bf16"),
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "precision: gradients are rounded to 8 significant bits",
@@ -230,7 +230,7 @@ KNOBS: dict[str, Knob] = {
         "DDP sends gradients as float16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
-        ddp.as_fp16,
+        partial(ddp.compress, "fp16"),
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "precision: gradients are rounded to 11 significant bits, and those above 65,504 overflow",
@@ -320,7 +320,7 @@ KNOBS: dict[str, Knob] = {
         "layout of the models of world.distribute over the ranks",
         (),
         "world.distribute(model, optimizer, layout='{value}')",
-        requested.set_layout,
+        layouts.set_layout,
         LayoutText(),
         r"\bdistribute\(",
         "with a sharded layout, communication for parameters",
@@ -329,7 +329,7 @@ KNOBS: dict[str, Knob] = {
         "number of micro-batches into which a pipeline divides a batch",
         ("pipeline-bubble",),
         "set micro-batches={value} in the layout",
-        pipelines.set_micro_batches,
+        layouts.set_pipeline_option,
         Range(1, 4096),
         _HAS_STAGES,
         "smaller micro-batches use a core or a GPU less well; batch normalization normalizes "
@@ -339,7 +339,7 @@ KNOBS: dict[str, Knob] = {
         "order of the forwards and backwards in a pipeline",
         ("pipeline-bubble",),
         "set schedule={value} in the layout, or schedule=auto, which measures it",
-        pipelines.set_schedule,
+        layouts.set_pipeline_option,
         Choice(SCHEDULES),
         _HAS_STAGES,
         "memory for the gradients of micro-batches whose parameters' part comes later",
@@ -348,7 +348,7 @@ KNOBS: dict[str, Knob] = {
         "names of the modules with which the stages of a pipeline after the first one begin",
         ("pipeline-bubble",),
         "world.distribute(model, optimizer, balance='{value}')",
-        pipelines.set_balance,
+        layouts.set_pipeline_option,
         ModuleNames(),
         _HAS_STAGES,
     ),
@@ -367,7 +367,7 @@ KNOBS: dict[str, Knob] = {
         "convolutions get weights and images in the channels-last memory format",
         ("layout",),
         "model.to(memory_format=torch.channels_last), and the same for the images",
-        "knobs.channels_last:channels_last",
+        compute.channels_last,
         ON,
         saves=Share(ALL, LADDER),
     ),

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from ..knobs.apply import KnobResult
 from ..knobs.ddp import hooked
+from ..knobs.knob import KnobResult
 from ..record.hooks.taps import SCALED_STEP, Function, on_step
 from .gradients import parameters_of
 

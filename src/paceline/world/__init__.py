@@ -219,7 +219,7 @@ class World(ModelDistribution):
                 a loader that is sharded already, or a stream that can't be split.
         """
         if not every_sample_once:
-            from ..knobs.loading.batch import requested_global_batch  # not needed to start
+            from ..knobs.loading import requested_global_batch  # not needed to start
 
             global_batch = requested_global_batch() or global_batch
         if self._survey is not None and isinstance(global_batch, BatchSchedule):

@@ -1,6 +1,7 @@
 """Records of sharded models name the block of each gather, and knobs change when they come."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +142,7 @@ def test_label_ends_with_the_call_also_if_it_raises():
         assert recorder.block_peer == FIRST_BLOCK_PEER
         raise RuntimeError("of the script")
 
-    call = BlockLabels(recorder).labelled(unshard)
+    call = partial(BlockLabels(recorder).call_labelled, unshard)
     with pytest.raises(RuntimeError, match="of the script"):
         call(SimpleNamespace(_module_fqn="layers.0"))
     assert recorder.block_peer == NO_PEER
@@ -151,7 +152,7 @@ def test_failure_of_the_hook_does_not_reach_the_script(monkeypatch):
     monkeypatch.setattr(hook_failures, "failed_hooks", failed := {})
     monkeypatch.setattr(block_labels, "failed_hooks", failed)
     recorder = Recorded()
-    call = BlockLabels(recorder).labelled(lambda group, value: value)
+    call = partial(BlockLabels(recorder).call_labelled, lambda group, value: value)
     assert call(SimpleNamespace(), 7) == 7  # has no name, as in another version of PyTorch
     assert list(failed) == [block_labels.HOOK]
     assert call(SimpleNamespace(), 8) == 8

@@ -6,8 +6,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import paceline
-from paceline.knobs.apply import KnobResult
-from paceline.knobs.layouts import requested as layout_knob
+from paceline.knobs import knob, layouts
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.sharded.optimizer_check import NEEDS_WHOLE_PARAMETERS
 from paceline.world.layouts.distribution import LayoutArguments
@@ -176,10 +175,9 @@ def test_pytorch_in_which_sharding_was_not_compared_with_one_process(world, monk
 
 def test_layout_of_the_settings_replaces_the_scripts(world, monkeypatch):
     """What the new layout does not have of the script's options is left out."""
-    turned = KnobResult("layout")
-    monkeypatch.setattr(layout_knob._Requested, "value", None)
-    monkeypatch.setattr(layout_knob._Requested, "turned", None)
-    layout_knob.set_layout("zero2 + recompute", turned)
+    turned = knob.KnobResult("layout")
+    monkeypatch.setattr(knob, "_requests", {})
+    layouts.set_layout("zero2 + recompute", turned)
     asked = LayoutArguments(
         "data",
         Mesh(0, 1),

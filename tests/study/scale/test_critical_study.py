@@ -15,8 +15,8 @@ from paceline.analyze.scaling.critical.critical_model import (
 from paceline.analyze.scaling.study_model import RunFigures, Spread, StateSeconds
 from paceline.knobs.learning_rate import NAME as RATE_KNOB
 from paceline.knobs.learning_rate import UsedOptimizer
-from paceline.knobs.loading.batch import ACCUMULATE
-from paceline.knobs.loading.batch import NAME as BATCH_KNOB
+from paceline.knobs.loading import ACCUMULATE
+from paceline.knobs.loading import BATCH as BATCH_KNOB
 from paceline.knobs.settings import Setting, write_settings
 from paceline.record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from paceline.study.scale import critical_study as module

@@ -5,18 +5,18 @@ Devices "cuda" become "cpu" in all functions of torch, in meshes and in DDP; fun
 for each of its ranks. ``torch.cuda.is_available()`` stays False.
 """
 
-import functools
 import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ...record.hooks.import_hooks import after_import
+from ...record.hooks.taps import Function, around
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _NOTHING = (
@@ -103,12 +103,11 @@ def install() -> None:
     for name in ("Stream", "Event", "current_stream", "default_stream", "device", "stream"):
         setattr(torch.cuda, name, IdleStream)
     package: Any = torch
-    set_default: Callable[..., None] = torch.set_default_device
-    package.set_default_device = lambda device: set_default(on_cpu(device))
+    around(package, "set_default_device", lambda function, device: function(on_cpu(device)))
     package.cuda.device_count = _device_count
     package.cuda.memory_stats = lambda *_, **__: defaultdict(int)
-    package.nn.Module.to = _on_cpu_first(torch.nn.Module.to)
-    package.load = _with_map_location(torch.load)
+    around(torch.nn.Module, "to", _on_cpu_first)
+    around(torch, "load", _with_map_location)
     after_import(
         {
             "torch.distributed.device_mesh": _patch_mesh,
@@ -127,64 +126,46 @@ def _device_count() -> int:
     return 0 if inside else int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def _on_cpu_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Module.to``, whose first argument may be the number of a GPU."""
-
-    @functools.wraps(original)
-    def to(self: Any, *args: Any, **options: Any) -> Any:
-        given = [*args[:1], options.get("device")]
-        if any(type(one) is int for one in given):
-            options["device"] = "cpu"
-            args = args[1:]
-            if args and isinstance(args[0], torch.dtype):
-                options["dtype"], args = args[0], args[1:]
-        return original(self, *args, **options)
-
-    return to
+def _on_cpu_first(to: Function, self: Any, *args: Any, **options: Any) -> Any:
+    """Call ``Module.to``, whose first argument may be the number of a GPU."""
+    given = [*args[:1], options.get("device")]
+    if any(type(device) is int for device in given):
+        options["device"] = "cpu"
+        args = args[1:]
+        if args and isinstance(args[0], torch.dtype):
+            options["dtype"], args = args[0], args[1:]
+    return to(self, *args, **options)
 
 
-def _with_map_location(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.load``, which checks devices before it calls functions of torch."""
-
-    @functools.wraps(original)
-    def load(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-        if isinstance(map_location, Mapping):
-            map_location = {name: on_cpu(device) for name, device in map_location.items()}
-        return original(file, on_cpu(map_location), *args, **options)
-
-    return load
+def _with_map_location(
+    load: Function, file: Any, map_location: Any = None, *args: Any, **options: Any
+) -> Any:
+    """Call ``torch.load``, which checks devices before it calls functions of torch."""
+    if isinstance(map_location, Mapping):
+        map_location = {name: on_cpu(device) for name, device in map_location.items()}
+    return load(file, on_cpu(map_location), *args, **options)
 
 
 def _patch_mesh(module: Any) -> None:
-    original = module.DeviceMesh.__init__
+    def construct(make: Function, self: Any, device_type: Any, *args: Any, **options: Any) -> None:
+        make(self, on_cpu(device_type), *args, **options)
 
-    @functools.wraps(original)
-    def construct(self: Any, device_type: Any, *args: Any, **options: Any) -> None:
-        original(self, on_cpu(device_type), *args, **options)
-
-    module.DeviceMesh.__init__ = construct
+    around(module.DeviceMesh, "__init__", construct)
 
 
 def _patch_data_parallel(module: Any) -> None:
-    original = module.DistributedDataParallel.__init__
-
-    @functools.wraps(original)
-    def construct(self: Any, module: Any, *args: Any, **options: Any) -> None:
+    def construct(make: Function, self: Any, module: Any, *args: Any, **options: Any) -> None:
         # the devices are its second and third argument
         for name in ("device_ids", "output_device"):
             options.pop(name, None)
-        original(self, module, None, None, *args[2:], **options)
+        make(self, module, None, None, *args[2:], **options)
 
-    module.DistributedDataParallel.__init__ = construct
+    around(module.DistributedDataParallel, "__init__", construct)
 
 
 def _patch_initialization(c10d: Any) -> None:
-    original: Callable[..., None] = c10d.init_process_group
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **options: Any) -> None:
+    def initialize(function: Function, *args: Any, **options: Any) -> None:
         options.pop("device_id", None)
-        original(*args, **options)
+        function(*args, **options)
 
-    package: Any = torch.distributed
-    c10d.init_process_group = package.init_process_group = initialize
+    around(c10d, "init_process_group", initialize)

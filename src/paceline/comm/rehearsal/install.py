@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ...record.hooks.import_hooks import after_import
+from ...record.hooks.taps import Function, around
 from .calls import CallLog
 
 VARIABLE = "PACELINE_REHEARSED_RANK"
@@ -49,7 +50,6 @@ def _replace_rendezvous(module: Any) -> None:
 
 
 def _replace_groups(log: CallLog, c10d: Any) -> None:
-    original = c10d._new_process_group_helper
     asked: list[str] = []  # the backend that the script has named
 
     def create(options: Any, _: Any) -> Any:
@@ -61,16 +61,21 @@ def _replace_groups(log: CallLog, c10d: Any) -> None:
 
     c10d.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
-    @functools.wraps(original)
     def helper(
-        size: int, rank: int, members: list[int], backend: Any, *args: Any, **options: Any
+        make: Function,
+        size: int,
+        rank: int,
+        members: list[int],
+        backend: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         asked.append(str(backend))
         options.pop("device_id", None)  # of a GPU, which the rehearsal does not use
         if options.get("backend_options") is not None:  # of another backend
             options["backend_options"] = None
         try:
-            group, store = original(size, rank, members, BACKEND, *args, **options)
+            group, store = make(size, rank, members, BACKEND, *args, **options)
         finally:
             asked.pop()
         if group is not c10d.GroupMember.NON_GROUP_MEMBER:
@@ -80,4 +85,4 @@ def _replace_groups(log: CallLog, c10d: Any) -> None:
             world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(str(backend))))
         return group, store
 
-    c10d._new_process_group_helper = helper
+    around(c10d, "_new_process_group_helper", helper)

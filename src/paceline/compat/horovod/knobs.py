@@ -5,7 +5,7 @@ Horovod reads the same variables where it is installed.
 
 import os
 
-from ...knobs.apply import KnobResult
+from ...knobs.knob import KnobResult
 from ...record.hooks.import_hooks import after_import
 
 

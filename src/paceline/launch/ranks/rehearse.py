@@ -37,8 +37,8 @@ from ...comm.rehearsal.cuda_on_cpu import MISSING_GPU
 from ...comm.rehearsal.install import VARIABLE as RANK_VARIABLE
 from ...comm.rehearsal.lone_store import RehearsalLimitError
 from ...observe.attach import current_recorder
+from ...record.hooks import taps
 from ...record.hooks.error_messages import line_of_error, summarize_error
-from ...record.hooks.import_hooks import after_import
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...report.console import PlainConsole
@@ -71,25 +71,19 @@ class RehearsalWatch:
 
     def install(self) -> None:
         """Follow the steps that the recorder counts, in this process."""
-        original = Recorder.end_of_step
+        taps.around(Recorder, "end_of_step", self._end_step)
+        taps.on_step(after=self._note_step)
 
-        def end_of_step(recorder: Recorder) -> None:
-            if recorder.step == MEASURED_STEP:
-                self._samples = recorder.samples
-            original(recorder)
-            self._optimizers.clear()  # those of the next step: some only step once, for a check
-            self.log.step = recorder.step
-            if recorder.step >= REHEARSED_STEPS:
-                self._end()
+    def _end_step(self, end: Callable[[Recorder], None], recorder: Recorder) -> None:
+        if recorder.step == MEASURED_STEP:
+            self._samples = recorder.samples
+        end(recorder)
+        self._optimizers.clear()  # those of the next step: some only step once, for a check
+        self.log.step = recorder.step
+        if recorder.step >= REHEARSED_STEPS:
+            self._end()
 
-        recorder_class: Any = Recorder
-        recorder_class.end_of_step = end_of_step
-        after_import({"torch.optim.optimizer": self._watch_optimizers})
-
-    def _watch_optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
-
-    def _stepped(self, optimizer: Any) -> None:
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer  # a reference: ids are used again
         self._steps[id(optimizer)] += 1
         if not self.log.is_closed:

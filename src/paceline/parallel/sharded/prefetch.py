@@ -1,6 +1,5 @@
 """When the blocks of an FSDP2 model are gathered, and how long they stay gathered."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...knobs.apply import KnobResult
-from ...record.hooks.import_hooks import after_import
+from ...knobs.knob import KnobResult
+from ...record.hooks.taps import Function, Tap
 
 STATE_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
@@ -57,22 +56,15 @@ def _change_models(change: Callable[[nn.Module], None], turned: KnobResult) -> N
     FSDP2 knows by then which modules are blocks of a model, and their order.
     """
 
-    def install(module: Any) -> None:
-        kind = module.FSDPState
-        original = kind._lazy_init
+    def lazy_init(initialize: Function, state: Any) -> None:
+        is_first = state._is_root is None
+        initialize(state)
+        if not is_first:
+            return
+        try:
+            change(state._modules[0])
+            turned.done()
+        except Exception as error:  # must not end the script
+            turned.not_done(f"{type(error).__name__}: {error}")
 
-        @functools.wraps(original)
-        def lazy_init(state: Any) -> None:
-            is_first = state._is_root is None
-            original(state)
-            if not is_first:
-                return
-            try:
-                change(state._modules[0])
-                turned.done()
-            except Exception as error:  # must not end the script
-                turned.not_done(f"{type(error).__name__}: {error}")
-
-        kind._lazy_init = lazy_init
-
-    after_import({STATE_MODULE: install})
+    Tap(STATE_MODULE, "FSDPState._lazy_init").around(lazy_init)

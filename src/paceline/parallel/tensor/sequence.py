@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...knobs.apply import KnobResult
+from ...knobs.knob import KnobResult
 from ...record.hooks.phases import UncopiedHook
 from .exchange import scattered
 from .kinds import SEQUENCE

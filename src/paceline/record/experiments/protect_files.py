@@ -7,7 +7,6 @@ see them. Other native code is not seen.
 """
 
 import functools
-import importlib
 import os
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...security.overlay import caches, is_covered, is_inside
-from ..hooks.import_hooks import after_import
+from ..hooks.taps import Tap, around
 
 RECORD = "PACELINE_RECORD"  # environment variable: folder of the record
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
@@ -35,15 +34,14 @@ EXISTING: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.removexattr": ((0, None),),
 }
 CREATED = {"os.mkdir": (0, 2), "os.link": (1, 3), "os.symlink": (1, 2)}  # the same, one for each
-# By module: function, position and name of its path.
-NATIVE_WRITERS = {
-    "torch.serialization": ("save", 1, "f"),
-    "safetensors.torch": ("save_file", 1, "filename"),
-    "safetensors.numpy": ("save_file", 1, "filename"),
-    "cv2": ("imwrite", 0, "filename"),
-    "pyarrow.parquet": ("write_table", 1, "where"),
-}
-ALSO_IN = {"torch.serialization": "torch"}  # where the function is also found
+# Functions of libraries, with the position and the name of their path.
+NATIVE_WRITERS = (
+    (Tap("torch.serialization", "save", is_optional=True), 1, "f"),
+    (Tap("safetensors.torch", "save_file", is_optional=True), 1, "filename"),
+    (Tap("safetensors.numpy", "save_file", is_optional=True), 1, "filename"),
+    (Tap("cv2", "imwrite", is_optional=True), 0, "filename"),
+    (Tap("pyarrow.parquet", "write_table", is_optional=True), 1, "where"),
+)
 KEPT_FILES_HINT = (
     "let the script write to the folder of temporary files (TMPDIR). Where overlays can be "
     "mounted, it may also write to its working directory and to folders that its arguments name"
@@ -78,22 +76,20 @@ class FileProtection:
     def install(self) -> None:
         """Start the protection, for this process and those that it forks. It cannot be removed."""
         sys.addaudithook(self._audit)
-        os.open = self._with_folder(os.open)
-        patches = {name: functools.partial(self._watch, name) for name in NATIVE_WRITERS}
-        after_import({**patches, "h5py._hl.files": self._watch_h5py})
+        around(os, "open", self._open)
+        for tap, position, keyword in NATIVE_WRITERS:
+            tap.before(functools.partial(self._check_native, position, keyword))
+        Tap("h5py._hl.files", "File.__init__").before(self._check_h5py)
 
-    def _with_folder(self, function: Callable[..., int]) -> Callable[..., int]:
-        """Return ``os.open`` that notes ``dir_fd``, which its audit event does not have."""
-
-        @functools.wraps(function)
-        def opened(*args: Any, dir_fd: int | None = None, **options: Any) -> int:
-            self._opening.folder = -1 if dir_fd is None else dir_fd
-            try:
-                return function(*args, dir_fd=dir_fd, **options)
-            finally:
-                self._opening.folder = -1
-
-        return opened
+    def _open(
+        self, function: Callable[..., int], *args: Any, dir_fd: int | None = None, **options: Any
+    ) -> int:
+        """Call ``os.open``, and note ``dir_fd``, which its audit event does not have."""
+        self._opening.folder = -1 if dir_fd is None else dir_fd
+        try:
+            return function(*args, dir_fd=dir_fd, **options)
+        finally:
+            self._opening.folder = -1
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if self.is_disabled:
@@ -147,31 +143,13 @@ class FileProtection:
 
     # Native code
 
-    def _watch(self, name: str, module: Any) -> None:
-        function, position, keyword = NATIVE_WRITERS[name]
-        original = getattr(module, function, None)
-        if original is None:
-            return
+    def _check_native(self, position: int, keyword: str, *args: Any, **options: Any) -> None:
+        if not self.is_disabled:
+            self._check_write(options.get(keyword, (*args, *[None] * position)[position]))
 
-        @functools.wraps(original)
-        def watched(*args: Any, **options: Any) -> Any:
-            if not self.is_disabled:
-                self._check_write(options.get(keyword, (*args, *[None] * position)[position]))
-            return original(*args, **options)
-
-        for place in filter(None, (name, ALSO_IN.get(name))):
-            setattr(importlib.import_module(place), function, watched)
-
-    def _watch_h5py(self, module: Any) -> None:
-        make = module.File.__init__
-
-        @functools.wraps(make)
-        def init(file: Any, name: Any, mode: str = "r", *args: Any, **options: Any) -> None:
-            if mode != "r" and not self.is_disabled:
-                self._check_write(name)
-            make(file, name, mode, *args, **options)
-
-        module.File.__init__ = init
+    def _check_h5py(self, _: Any, name: Any, mode: str = "r", *args: Any, **options: Any) -> None:
+        if mode != "r" and not self.is_disabled:
+            self._check_write(name)
 
 
 def _absolute(path: Any, folder: int = -1) -> str:

@@ -4,7 +4,6 @@ In a switched phase (rung.py) a part is off in some blocks of steps and on in th
 slow changes of the machine affect both alike.
 """
 
-import functools
 import gc
 import os
 import sys
@@ -17,6 +16,7 @@ from concurrent.futures import thread as executor_threads
 from types import FrameType
 from typing import Any
 
+from ..hooks.taps import around
 from ..ring.stack_sampler import LIBRARY_PREFIXES
 
 MAX_COLLECTING_LINES = 50  # lines of the script for which the time of collections is kept
@@ -57,15 +57,12 @@ class GarbageCollector(Switch):
 
     def install(self) -> None:
         """Observe collections. Must precede the script's imports from ``gc``."""
-        collect = self._collect
-
-        @functools.wraps(collect)
-        def collect_unless_off(generation: int = 2) -> int:
-            return 0 if self._is_off else collect(generation)
-
-        gc.collect = collect_unless_off
+        around(gc, "collect", self._collect_unless_off)
         gc.callbacks.append(self._on_collection)
         os.register_at_fork(after_in_child=self._switch_on)  # a loader's worker
+
+    def _collect_unless_off(self, collect: Callable[[int], int], generation: int = 2) -> int:
+        return 0 if self._is_off else collect(generation)
 
     def off(self) -> None:
         self._was_enabled = gc.isenabled()
@@ -277,23 +274,17 @@ def use_single_precision(torch: Any) -> None:
     double, single = torch.float64, torch.float32
     torch.float64 = torch.double = single
     torch.Tensor.double, torch.nn.Module.double = torch.Tensor.float, torch.nn.Module.float
-    for name in ("tensor", "as_tensor", "asarray", "from_numpy"):
-        setattr(torch, name, _narrowed(getattr(torch, name), double, single))
-    set_default = torch.set_default_dtype
 
-    @functools.wraps(set_default)
-    def set_default_dtype(dtype: Any) -> None:
-        set_default(single if dtype == double else dtype)
-
-    torch.set_default_dtype = set_default_dtype
-
-
-def _narrowed(make: Callable[..., Any], double: Any, single: Any) -> Callable[..., Any]:
-    @functools.wraps(make)
-    def narrowed(*args: Any, **options: Any) -> Any:
+    def narrowed(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         made = make(*args, **options)
         if made.dtype != double:
             return made
         return made.detach().to(single).requires_grad_(made.requires_grad)
 
-    return narrowed
+    for name in ("tensor", "as_tensor", "asarray", "from_numpy"):
+        around(torch, name, narrowed)
+
+    def set_default_dtype(set_default: Callable[[Any], None], dtype: Any) -> None:
+        set_default(single if dtype == double else dtype)
+
+    around(torch, "set_default_dtype", set_default_dtype)

@@ -9,8 +9,11 @@ import functools
 import gc
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .taps import around
 
 POLL_INTERVAL_S = (
     0.02  # the sleep releases the interpreter lock, so that waiting threads can take it
@@ -39,22 +42,15 @@ def _other_threads_run() -> bool:
     return False
 
 
+@functools.cache  # once for a module
 def patch_destroy_process_group(c10d: Any) -> None:
-    """Make ``destroy_process_group`` of torch.distributed wait for the threads; idempotent."""
-    import torch.distributed as dist
+    """Make ``destroy_process_group`` of torch.distributed wait for the threads."""
 
-    original = c10d.destroy_process_group
-    if original.__module__ == __name__:
-        return
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
+    def destroy(function: Callable[[Any], None], group: Any = None) -> None:
         for member in [group] if group is not None else list(c10d._world.pg_map):
             if hasattr(member, "settle"):
                 member.settle(seconds=1.0)
         wait_for_idle_threads()
-        original(group)
+        function(group)
 
-    destroy_process_group.__module__ = __name__
-    c10d.destroy_process_group = destroy_process_group
-    dist.destroy_process_group = destroy_process_group
+    around(c10d, "destroy_process_group", destroy)

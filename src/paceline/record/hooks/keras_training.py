@@ -10,9 +10,9 @@ In a loop without ``fit``, a call of a ``tf.function`` is a step if an optimizer
 applied while TensorFlow traced it. An optimizer that is applied outside of functions ends a step.
 """
 
-import functools
 import sys
 from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from ..ring.recorder import now
 from ..ring.states import State
 from .hook_failures import failed_hooks, report_failure
+from .taps import Function, around, on_import
 from .training_loop import LoopRecorder
 
 TENSORFLOW_TRAINER = "keras.src.backend.tensorflow.trainer"
@@ -36,25 +37,33 @@ def next_batch(model: Any, iterator: Any) -> Any:
     return next(iterator)
 
 
-def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
+def install(loop: LoopRecorder) -> None:
+    """Record trainings with Keras, now or when the script imports it."""
+    for name, patch in (
+        (TENSORFLOW_TRAINER, _patch_tensorflow_trainer),
+        (TORCH_TRAINER, _patch_torch_trainer),
+        (MODEL, _patch_models),
+    ):
+        on_import(name, partial(patch, loop))
+
+
+def _patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
     """Record the steps and the evaluations of Keras with TensorFlow."""
     trainer, tf, batches = module.TensorFlowTrainer, module.tf, module.TFEpochIterator
-    for name in ("__init__", "__next__"):  # a tf.data.Dataset is built, and its iterators
-        setattr(batches, name, _spanned(loop, getattr(batches, name), State.INPUT))
+    # a tf.data.Dataset is built, and its iterators
+    _record_spans(loop, batches, State.INPUT, "__init__", "__next__")
     iterators = _Iterators(loop, trainer, batches)
-    original = trainer.make_train_function
 
-    @functools.wraps(original)
-    def make_train_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.train_function
-        result = original(self, *args, **kwargs)
-        if self.train_function is not before and self.train_function is not None:
-            step = self.train_function
-            self.train_function = _recorded_step(loop, tf, self, step, iterators)
+    def make_train_function(make: Function, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        before = model.train_function
+        result = make(model, *args, **kwargs)
+        if model.train_function is not before and model.train_function is not None:
+            step = partial(_recorded_step, loop, tf, model, model.train_function, iterators)
+            model.train_function = update_wrapper(step, model.train_function)
         return result
 
-    trainer.make_train_function = make_train_function
-    _patch_evaluation(loop, trainer)
+    around(trainer, "make_train_function", make_train_function)
+    _record_spans(loop, trainer, State.VALIDATION, "evaluate", "predict")
     _OwnLoops(loop, tf, _base_optimizer(module))
 
 
@@ -73,27 +82,24 @@ class _Iterators:
         self._loop = loop
         self._epochs: list[Any] = []  # Keras' iterators over epochs
         self._of_epoch: Any = None
-        fit, make = trainer.fit, epochs.__init__
+        around(epochs, "__init__", self._make_epoch)
+        around(trainer, "fit", self._fit_and_end)
 
-        @functools.wraps(make)
-        def init(epoch: Any, *args: Any, **kwargs: Any) -> None:
-            make(epoch, *args, **kwargs)
-            if not (loop.busy or loop.ignores_thread()):
-                self._epochs.append(epoch)
+    def _make_epoch(self, make: Function, epoch: Any, /, *args: Any, **kwargs: Any) -> None:
+        make(epoch, *args, **kwargs)
+        if not (self._loop.busy or self._loop.ignores_thread()):
+            self._epochs.append(epoch)
 
-        @functools.wraps(fit)
-        def fit_and_end(model: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return fit(model, *args, **kwargs)
-            finally:
-                self.use(None)
-
-        epochs.__init__, trainer.fit = init, fit_and_end
+    def _fit_and_end(self, fit: Function, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fit(model, *args, **kwargs)
+        finally:
+            self.use(None)
 
     def use(self, iterator: Any) -> None:
         """Keep the iterator of the present epoch, and end the one before; None: and all others."""
         if iterator is not self._of_epoch or iterator is None:
-            _spanned(self._loop, self._replace, State.INPUT)(iterator)
+            _call_spanned(self._loop, State.INPUT, self._replace, iterator)
 
     def _replace(self, iterator: Any) -> None:
         self._of_epoch = iterator
@@ -107,76 +113,59 @@ class _OwnLoops:
     def __init__(self, loop: LoopRecorder, tf: Any, optimizer: Any) -> None:
         self._loop, self._tf = loop, tf
         self._traced: Any = None  # the outermost function, while it is called for the first time
-        iterator = sys.modules[ITERATORS].OwnedIterator
-        function: Any = sys.modules[FUNCTIONS].Function
-        iterator.__next__ = self._fetched(iterator.__next__)
-        function.__call__ = self._called(function.__call__)
-        optimizer.apply = self._applied(optimizer.apply)
+        around(sys.modules[ITERATORS].OwnedIterator, "__next__", self._fetch)
+        around(sys.modules[FUNCTIONS].Function, "__call__", self._call)
+        around(optimizer, "apply", self._apply)
 
     def _is_recorded(self) -> bool:
         return not (self._loop.busy or self._loop.ignores_thread() or _HOOK in failed_hooks)
 
-    def _fetched(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(original)
-        def fetched(iterator: Any) -> Any:
-            if not self._is_recorded() or not self._tf.executing_eagerly():
-                return original(iterator)
-            return self._loop.fetch(iterator, original, functools.partial(_samples_in, self._tf))
+    def _fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+        if not self._is_recorded() or not self._tf.executing_eagerly():
+            return fetch(iterator)
+        return self._loop.fetch(iterator, fetch, partial(_samples_in, self._tf))
 
-        return fetched
+    def _call(self, call: Function, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._traced is not None or not self._is_recorded():
+            return call(function, *args, **kwargs)
+        optimizer = function.__dict__.get(_OPTIMIZER)
+        if optimizer is not None:
+            return self._loop.whole_step(optimizer, partial(call, function, *args, **kwargs))
+        self._traced = function
+        try:
+            return call(function, *args, **kwargs)
+        finally:
+            self._traced = None
+            if (optimizer := function.__dict__.get(_OPTIMIZER)) is not None:
+                self._loop.whole_step(optimizer, lambda: None)  # it was the first one
 
-    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._traced is not None or not self._is_recorded():
-                return original(function, *args, **kwargs)
-            optimizer = function.__dict__.get(_OPTIMIZER)
-            if optimizer is not None:
-                call = functools.partial(original, function, *args, **kwargs)
-                return self._loop.whole_step(optimizer, call)
-            self._traced = function
-            try:
-                return original(function, *args, **kwargs)
-            finally:
-                self._traced = None
-                if (optimizer := function.__dict__.get(_OPTIMIZER)) is not None:
-                    self._loop.whole_step(optimizer, lambda: None)  # it was the first one
-
-        return called
-
-    def _applied(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def applied(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._tf.executing_eagerly():
-                if self._traced is not None:  # perhaps in a thread of a tf.distribute strategy
-                    self._traced.__dict__.setdefault(_OPTIMIZER, optimizer)
-                return original(optimizer, *args, **kwargs)
-            call = functools.partial(original, optimizer, *args, **kwargs)
-            if self._traced is not None or not self._is_recorded():
-                return call()
-            return self._loop.whole_step(optimizer, call)
-
-        return applied
+    def _apply(self, apply: Function, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not self._tf.executing_eagerly():
+            if self._traced is not None:  # perhaps in a thread of a tf.distribute strategy
+                self._traced.__dict__.setdefault(_OPTIMIZER, optimizer)
+            return apply(optimizer, *args, **kwargs)
+        if self._traced is not None or not self._is_recorded():
+            return apply(optimizer, *args, **kwargs)
+        return self._loop.whole_step(optimizer, partial(apply, optimizer, *args, **kwargs))
 
 
 def _recorded_step(
-    loop: LoopRecorder, tf: Any, model: Any, step: Callable[[Any], Any], iterators: _Iterators
-) -> Callable[[Any], Any]:
-    """Return a function that fetches a batch and makes a step with it, both recorded."""
-
-    @functools.wraps(step)
-    def recorded(iterator: Any) -> Any:
-        if loop.busy or loop.ignores_thread() or _HOOK in failed_hooks:
-            return step(iterator)
-        given = iterator
-        iterators.use(iterator)
-        if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
-            fetch = functools.partial(next_batch, model)
-            batch = loop.fetch(iterator, fetch, functools.partial(_samples_in, tf))
-            given = iter([batch])
-        return loop.whole_step(model.optimizer, functools.partial(step, given))
-
-    return recorded
+    loop: LoopRecorder,
+    tf: Any,
+    model: Any,
+    step: Callable[[Any], Any],
+    iterators: _Iterators,
+    iterator: Any,
+) -> Any:
+    """Fetch a batch and make a step with it, both recorded."""
+    if loop.busy or loop.ignores_thread() or _HOOK in failed_hooks:
+        return step(iterator)
+    given = iterator
+    iterators.use(iterator)
+    if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
+        batch = loop.fetch(iterator, partial(next_batch, model), partial(_samples_in, tf))
+        given = iter([batch])
+    return loop.whole_step(model.optimizer, partial(step, given))
 
 
 def _samples_in(tf: Any, batch: Any) -> int:
@@ -185,32 +174,26 @@ def _samples_in(tf: Any, batch: Any) -> int:
     return int(first.shape[0]) if len(first.shape) else 1
 
 
-def patch_torch_trainer(loop: LoopRecorder, module: Any) -> None:
+def _patch_torch_trainer(loop: LoopRecorder, module: Any) -> None:
     """Record the forward passes, optimizer steps and evaluations of Keras with PyTorch."""
-    _patch_evaluation(loop, module.TorchTrainer)
-    optimizer = _base_optimizer(module)
-    apply = optimizer.apply
+    _record_spans(loop, module.TorchTrainer, State.VALIDATION, "evaluate", "predict")
 
-    @functools.wraps(apply)
-    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_recorded(apply: Function, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
         if loop.busy:
-            return apply(self, *args, **kwargs)
-        loop.before_step(self)
-        result = apply(self, *args, **kwargs)
-        loop.after_step(self)
+            return apply(optimizer, *args, **kwargs)
+        loop.before_step(optimizer)
+        result = apply(optimizer, *args, **kwargs)
+        loop.after_step(optimizer)
         return result
 
-    optimizer.apply = recorded
+    around(_base_optimizer(module), "apply", apply_recorded)
 
 
-def patch_models(loop: LoopRecorder, module: Any) -> None:
+def _patch_models(loop: LoopRecorder, module: Any) -> None:
     """Record saves of models; with PyTorch also their forward passes."""
-    model = module.Model
-    for name in ("save", "save_weights"):
-        setattr(model, name, _spanned(loop, getattr(model, name), State.CHECKPOINT))
+    _record_spans(loop, module.Model, State.CHECKPOINT, "save", "save_weights")
     if module.backend.backend() != "torch":
         return
-    call = model.__call__
     flatten, symbolic = sys.modules["keras.src.tree"].flatten, module.backend.KerasTensor
 
     def is_symbolic(inputs: Any) -> bool:
@@ -219,37 +202,33 @@ def patch_models(loop: LoopRecorder, module: Any) -> None:
         is_meta = isinstance(first, torch.Tensor) and first.device.type == "meta"
         return is_meta or isinstance(first, symbolic)
 
-    @functools.wraps(call)
-    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_recorded(call: Function, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         if loop.busy or loop.ignores_thread() or is_symbolic((args, kwargs)):
-            return call(self, *args, **kwargs)
-        return loop.forward(self, call, args, kwargs)
+            return call(model, *args, **kwargs)
+        return loop.forward(model, call, args, kwargs)
 
-    model.__call__ = recorded
-
-
-def _patch_evaluation(loop: LoopRecorder, trainer: Any) -> None:
-    for name in ("evaluate", "predict"):
-        setattr(trainer, name, _spanned(loop, getattr(trainer, name), State.VALIDATION))
+    around(module.Model, "__call__", call_recorded)
 
 
-def _spanned(loop: LoopRecorder, function: Any, state: State) -> Callable[..., Any]:
-    """Return a function that is recorded as a whole in one state."""
+def _record_spans(loop: LoopRecorder, owner: Any, state: State, *names: str) -> None:
+    """Record calls of methods as a whole in one state."""
+    for name in names:
+        around(owner, name, partial(_call_spanned, loop, state))
 
-    @functools.wraps(function)
-    def spanned(*args: Any, **kwargs: Any) -> Any:
-        if loop.busy or loop.ignores_thread():
-            return function(*args, **kwargs)
-        start = now()
-        loop.recorder.begin(int(state), start)
-        loop.busy = True
+
+def _call_spanned(
+    loop: LoopRecorder, state: State, function: Function, /, *args: Any, **kwargs: Any
+) -> Any:
+    if loop.busy or loop.ignores_thread():
+        return function(*args, **kwargs)
+    start = now()
+    loop.recorder.begin(int(state), start)
+    loop.busy = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        loop.busy = False
         try:
-            return function(*args, **kwargs)
-        finally:
-            loop.busy = False
-            try:
-                loop.recorder.event(int(state), start, now())
-            except Exception as error:
-                report_failure(_HOOK, error)
-
-    return spanned
+            loop.recorder.event(int(state), start, now())
+        except Exception as error:
+            report_failure(_HOOK, error)

@@ -19,13 +19,13 @@ has scaled the rate.
 Where the options are equal, nothing changes. Rank 0 names the options that differ.
 """
 
-import functools
 import inspect
 import os
 from collections.abc import Callable
 from typing import Any
 
 from ..ring.launcher_messages import notify
+from .taps import around
 
 FIRST_RATE = "paceline_first_lr"  # of a group: the rate with which it was constructed
 # Of a group, beside the arguments of the optimizer: bounds that schedulers add. Other entries, such
@@ -40,41 +40,27 @@ def install(optim: Any) -> None:
     """Wrap methods of ``torch.optim``: ``load_state_dict`` of optimizers and schedulers, and
     ``Optimizer.add_param_group``, which the constructors call for each group.
     """
-    optim.Optimizer.add_param_group = _storing_rate(optim.Optimizer.add_param_group)
+    around(optim.Optimizer, "add_param_group", _store_rate)
     scheduler: type = optim.lr_scheduler.LRScheduler
-    kinds = {one for one in vars(optim.lr_scheduler).values() if isinstance(one, type)}
+    kinds = {kind for kind in vars(optim.lr_scheduler).values() if isinstance(kind, type)}
     for kind in kinds | {optim.Optimizer}:
         if "load_state_dict" in vars(kind):
             keep = _keep_schedule if issubclass(kind, scheduler) else _keep_options
-            setattr(kind, "load_state_dict", _wrapped(vars(kind)["load_state_dict"], keep))  # noqa: B010
+            around(kind, "load_state_dict", keep)
 
 
-def _wrapped(
-    load: Callable[..., Any], keep: Callable[[Any, Callable[[], Any]], Any]
-) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_state_dict(self: Any, *args: Any, **options: Any) -> Any:
-        return keep(self, lambda: load(self, *args, **options))
-
-    return load_state_dict
+def _store_rate(add: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+    result = add(self, *args, **options)
+    group = self.param_groups[-1]
+    if "lr" in group:
+        group.setdefault(FIRST_RATE, float(group["lr"]))
+    return result
 
 
-def _storing_rate(add: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(add)
-    def add_param_group(self: Any, *args: Any, **options: Any) -> Any:
-        result = add(self, *args, **options)
-        group = self.param_groups[-1]
-        if "lr" in group:
-            group.setdefault(FIRST_RATE, float(group["lr"]))
-        return result
-
-    return add_param_group
-
-
-def _keep_options(optimizer: Any, load: Callable[[], Any]) -> Any:
+def _keep_options(load: Callable[..., Any], optimizer: Any, *args: Any, **options: Any) -> Any:
     """Load an optimizer's state, and restore the options of its groups."""
     own = [dict(group) for group in optimizer.param_groups]
-    result = load()
+    result = load(optimizer, *args, **options)
     kind, kept, lost = type(optimizer).__name__, dict[str, None](), dict[str, None]()
     for before, group in zip(own, optimizer.param_groups, strict=True):
         if "lr" in before and "lr" in group:
@@ -172,10 +158,10 @@ def _differs(value: Any, other: Any) -> bool:
         return False
 
 
-def _keep_schedule(scheduler: Any, load: Callable[[], Any]) -> Any:
+def _keep_schedule(load: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """Load a scheduler's state, and restore its arguments and base rates."""
     own = dict(vars(scheduler))
-    result = load()
+    result = load(scheduler, *args, **options)
     loaded = vars(scheduler)
     saved, base = loaded.get("base_lrs"), own.get("base_lrs")
     last = loaded.get("_last_lr")

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from .hook_failures import report_failure
@@ -41,24 +42,46 @@ def replace(
     name: str,
     wrapper_of: Callable[[Function], Function],
     is_traced: bool = False,
-) -> None:
+) -> Callable[[], None]:
     """Replace a function of a module or a class by ``wrapper_of(function)``.
 
     Packages above the module that have imported the function get the wrapper as well.
 
     is_traced: Whether torch.compile traces the function in place of its wrappers.
+
+    Returns:
+        A function that restores the replaced one.
     """
     function = getattr(owner, name)
     wrapper: Any = functools.update_wrapper(wrapper_of(function), function)
     if is_traced:
         wrapper._torchdynamo_inline = getattr(function, "_torchdynamo_inline", function)
-    setattr(owner, name, wrapper)
-    package = "" if isinstance(owner, type) else owner.__name__.rpartition(".")[0]
+    owners = [owner]
+    package = owner.__name__.rpartition(".")[0] if isinstance(owner, ModuleType) else ""
     while package:
         above = sys.modules.get(package)
         if getattr(above, "__dict__", {}).get(name) is function:
-            setattr(above, name, wrapper)
+            owners.append(above)
         package = package.rpartition(".")[0]
+
+    def put(replacement: Any) -> None:
+        for place in owners:
+            setattr(place, name, replacement)
+
+    put(wrapper)
+    return functools.partial(put, function)
+
+
+def around(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
+    """Call ``call`` with a function of a module or a class, and its arguments, in its place.
+
+    Return a function that restores it.
+    """
+    return replace(owner, name, functools.partial(_wrapper, call))
+
+
+def _wrapper(call: Callable[..., Any], function: Function) -> Function:
+    return lambda *args, **options: call(function, *args, **options)
 
 
 @dataclass(frozen=True)
@@ -90,11 +113,7 @@ class Tap:
 
     def around(self, call: Callable[..., Any]) -> None:
         """Call ``call`` with the function and the arguments in place of the function."""
-
-        def wrapper_of(function: Function) -> Function:
-            return lambda *args, **options: call(function, *args, **options)
-
-        self.wrap(wrapper_of)
+        self.wrap(functools.partial(_wrapper, call))
 
     def before(self, note: Callable[..., Any]) -> None:
         """Call ``note`` with the arguments before each call."""

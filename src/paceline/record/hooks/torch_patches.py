@@ -19,7 +19,7 @@ from .collective_check import announce_check, make_check
 from .collectives import RecordedGroup, measure_wrapper_cost
 from .hook_failures import report_failure
 from .horovod import operations as horovod_operations
-from .sharded.block_labels import patch_param_groups
+from .sharded.block_labels import label_param_groups
 from .taps import Function, Tap, on_import
 from .training_loop import LoopRecorder
 
@@ -49,17 +49,10 @@ def install(loop: LoopRecorder) -> None:
     taps.NEW_GROUP.wrap(partial(_recorded_groups, recorder))
     Tap(_C10D, "batch_isend_irecv").around(_coalesced)
     on_import(_C10D, group_shutdown.patch_destroy_process_group)
-    on_import(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        partial(patch_param_groups, recorder),
-    )
+    label_param_groups(recorder)
     Tap("torch.distributed.rendezvous", "_torchelastic_use_agent_store").around(_uses_agent_store)
     on_import(horovod_operations.MODULE, partial(horovod_operations.patch_operations, recorder))
-    on_import(
-        keras_training.TENSORFLOW_TRAINER, partial(keras_training.patch_tensorflow_trainer, loop)
-    )
-    on_import(keras_training.TORCH_TRAINER, partial(keras_training.patch_torch_trainer, loop))
-    on_import(keras_training.MODEL, partial(keras_training.patch_models, loop))
+    keras_training.install(loop)
 
 
 def _timed(recorder: Recorder, state: State, function: Function) -> Function:

@@ -106,7 +106,7 @@ class HaloTotals(TypedDict):
 
 
 class Knob(TypedDict):
-    """Whether a knob was set on this rank, and if not, why (knobs/apply.py)."""
+    """Whether a knob was set on this rank, and if not, why (knobs/knob.py)."""
 
     set: bool
     why_not: str

@@ -31,8 +31,8 @@ from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER
 from ...analyze.scaling.study_model import RunFigures, Setup
 from ...knobs.learning_rate import NAME as RATE_KNOB
 from ...knobs.learning_rate import UsedOptimizer, used_optimizers
-from ...knobs.loading.batch import ACCUMULATE
-from ...knobs.loading.batch import NAME as BATCH_KNOB
+from ...knobs.loading import ACCUMULATE
+from ...knobs.loading import BATCH as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.states import State

@@ -34,8 +34,8 @@ from ...analyze.scaling.study_model import (
 )
 from ...cluster.energy import EnergyMeter
 from ...cluster.topology.local_resources import allowed_threads, parse_ranges
-from ...knobs.layouts.requested import NAME as LAYOUT_KNOB
-from ...knobs.loading.batch import NAME as BATCH_KNOB
+from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
+from ...knobs.loading import BATCH as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.recorder import clock_id

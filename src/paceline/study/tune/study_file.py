@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ...cost.layout import Layout
 from ...cost.machine.read_toml import read_toml
-from ...knobs.layouts.requested import NAME as LAYOUT_KNOB
+from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
 from ...knobs.settings import exclude
 from ...plurals import counted
 from ...security.files import InvalidFileError

@@ -15,8 +15,8 @@ from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.rehearsal.install import is_rehearsed
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import HOST, Layout
-from ...knobs.layouts.pipelines import with_pipeline_settings
-from ...knobs.layouts.requested import requested_layout
+from ...knobs.knob import requested
+from ...knobs.layouts import LAYOUT, with_pipeline_settings
 from ...optim.norms import convert_norms
 from ...optim.whole_norms import local_part
 from ...parallel.clipping import refuse_local_norms
@@ -180,8 +180,8 @@ class LayoutArguments:
         What it does not have of the script's arguments is left out. Settings of pipelines change
         its options.
         """
-        requested = requested_layout()
-        found = self if requested is None else self._in_place_of_script(requested)
+        layout_of_settings = requested(LAYOUT)
+        found = self if layout_of_settings is None else self._in_place_of_script(layout_of_settings)
         layout = parse_layout(found.layout)
         if layout is None:
             return found
@@ -356,7 +356,7 @@ class ModelDistribution(SampleParts):
         """
         self._training.phases.begin()  # steps that the layout tries are not the script's
         check_accumulate(accumulate)
-        from ...knobs.loading.batch import requested_accumulation  # not needed to start
+        from ...knobs.loading import requested_accumulation  # not needed to start
 
         accumulate *= requested_accumulation()
         arguments = LayoutArguments(

@@ -29,6 +29,7 @@ from ...hooks.flop_counter import (
     tensor_bytes,
     tensors_in,
 )
+from ...hooks.taps import Function, around
 from .call_sites import NO_LINE, CallSites, ModuleStack
 from .calls import BackwardGraph, BackwardRun, Call, Step, mark_second_backwards, mark_used
 from .machine_limits import operator_clock
@@ -165,16 +166,13 @@ class OperatorProfiler(TorchDispatchMode):
         self._last_sequence, self._began = 0, 0.0
         self._made: dict[int, Call] = {}  # forward call by the number of its autograd node
         self._clock, self._synchronize = operator_clock(device)
-        self._backward: Any = None
         self._running: BackwardRun | None = None  # the backward that runs now
         self._previous: Call | None = None
 
     def start(self) -> None:
         """Begin to profile, and with it the first step."""
         self._modules.install()
-        module: Any = torch.autograd
-        self._backward = module._engine_run_backward
-        module._engine_run_backward = self._run_backward
+        self._restore_backward = around(torch.autograd, "_engine_run_backward", self._run_backward)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._begin()
 
@@ -187,7 +185,7 @@ class OperatorProfiler(TorchDispatchMode):
         """End the profile; return the complete steps."""
         if _get_current_dispatch_mode() is self:  # else the script entered one, too
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        torch.autograd._engine_run_backward = self._backward  # type: ignore[attr-defined]
+        self._restore_backward()
         self._modules.remove()
         mark_used(self.steps)
         for step in self.steps:
@@ -201,7 +199,7 @@ class OperatorProfiler(TorchDispatchMode):
         self._last_sequence = _next_sequence()
         self._began = time.perf_counter()
 
-    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_backward(self, run: Function, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         accumulates, outer = bool(kwargs.get("accumulate_grad")), self._running
         try:
             self.steps[-1].graph.add(tuple(outputs), accumulates)
@@ -212,7 +210,7 @@ class OperatorProfiler(TorchDispatchMode):
         except Exception as error:  # the training goes on without the analysis
             self._failed(error)
         try:
-            return self._backward(outputs, *args, **kwargs)
+            return run(outputs, *args, **kwargs)
         finally:
             self._running = outer
 

@@ -10,9 +10,9 @@ in the order in which the names first appear, and a count of its operations. Ran
 names in different orders are matched wrongly.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...ring.recorder import Recorder, measure_difference_ns, now
@@ -20,6 +20,7 @@ from ...ring.states import NO_PEER, Op
 from ..collective_in_flight import COLLECTIVES_HOOK, CollectiveInFlight, is_in_background
 from ..collectives import sum_bytes
 from ..hook_failures import failed_hooks, report_failure
+from ..taps import Function, around, replace
 
 MODULE = "horovod.torch.mpi_ops"
 MAX_NAMES = 4096  # names with a slot; operations of further names count as unnamed ones
@@ -46,14 +47,13 @@ def patch_operations(recorder: Recorder, mpi_ops: Any) -> None:
     operations = HorovodOperations(recorder)
     for name, (op, is_gathered) in SUBMITTING.items():
         if hasattr(mpi_ops, name):  # versions before 0.28 have fewer
-            submit = operations.submitting(getattr(mpi_ops, name), name, op, is_gathered)
-            setattr(mpi_ops, name, submit)
+            replace(mpi_ops, name, partial(operations.submitting, name, op, is_gathered))
     for name in BLOCKING:
         if hasattr(mpi_ops, name):
-            setattr(mpi_ops, name, operations.blocking(getattr(mpi_ops, name), name))
-    mpi_ops.synchronize = operations.synchronizing(mpi_ops.synchronize)
-    mpi_ops.poll = operations.polling(mpi_ops.poll)
-    mpi_ops.init = operations.initializing(mpi_ops.init, mpi_ops)
+            around(mpi_ops, name, partial(operations.block, name))
+    around(mpi_ops, "synchronize", operations.synchronize)
+    around(mpi_ops, "poll", operations.poll)
+    around(mpi_ops, "init", partial(operations.initialize, mpi_ops))
 
 
 class _ProcessSet:
@@ -91,27 +91,22 @@ class HorovodOperations:
         # By handle: the operation, and the tensors whose size is known at its end.
         self._in_flight: dict[Any, tuple[CollectiveInFlight, Any]] = {}
 
-    def initializing(self, init: Callable[..., Any], mpi_ops: Any) -> Callable[..., Any]:
-        @functools.wraps(init)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = init(*args, **kwargs)
-            try:
-                place = int(mpi_ops.rank()), int(mpi_ops.size())
-                if place != (self._rank, self._size):  # an elastic job may change both
-                    self._sets.clear()
-                self._rank, self._size = place
-                self._recorder.join(*place)
-                self._recorder.update_header(horovod="installed")
-                self._measure_cost()
-            except Exception as error:
-                report_failure(COLLECTIVES_HOOK, error)
-            return result
+    def initialize(self, mpi_ops: Any, init: Function, *args: Any, **kwargs: Any) -> Any:
+        """Initialize Horovod, and join the recorder to its ranks."""
+        result = init(*args, **kwargs)
+        try:
+            place = int(mpi_ops.rank()), int(mpi_ops.size())
+            if place != (self._rank, self._size):  # an elastic job may change both
+                self._sets.clear()
+            self._rank, self._size = place
+            self._recorder.join(*place)
+            self._recorder.update_header(horovod="installed")
+            self._measure_cost()
+        except Exception as error:
+            report_failure(COLLECTIVES_HOOK, error)
+        return result
 
-        return call
-
-    def submitting(
-        self, function: Callable[..., Any], kind: str, op: Op, is_gathered: bool
-    ) -> Callable[..., Any]:
+    def submitting(self, kind: str, op: Op, is_gathered: bool, function: Function) -> Function:
         """Return a function that submits tensors, and notes the operation of the handle."""
         places = {name: at for at, name in enumerate(inspect.signature(function).parameters)}
 
@@ -119,7 +114,6 @@ class HorovodOperations:
             at = places.get(name, len(args))
             return args[at] if at < len(args) else kwargs.get(name)
 
-        @functools.wraps(function)
         def submit(*args: Any, **kwargs: Any) -> Any:
             called = now()
             handle = function(*args, **kwargs)
@@ -139,58 +133,43 @@ class HorovodOperations:
 
         return submit
 
-    def synchronizing(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that waits for an operation, and records the wait."""
+    def synchronize(self, wait: Callable[[Any], Any], handle: Any) -> Any:
+        """Wait for an operation, and record the wait."""
+        in_flight, outputs = self._in_flight.pop(handle, (None, None))
+        if in_flight is None:
+            return wait(handle)
+        start = self._begin_wait(in_flight)
+        try:
+            return wait(handle)
+        finally:
+            self._end_wait(in_flight, start, outputs)
 
-        @functools.wraps(function)
-        def synchronize(handle: Any) -> Any:
-            in_flight, outputs = self._in_flight.pop(handle, (None, None))
-            if in_flight is None:
-                return function(handle)
+    def poll(self, is_done: Callable[[Any], Any], handle: Any) -> Any:
+        """Return whether an operation is complete, and note that it is."""
+        is_complete = is_done(handle)
+        if is_complete and handle in self._in_flight:
+            in_flight, outputs = self._in_flight[handle]
+            if not in_flight.is_done:
+                self._set_amount(in_flight, outputs)
+                in_flight.finish(now())
+        return is_complete
+
+    def block(self, kind: str, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that submits no tensors and waits for all ranks."""
+        start = now()
+        in_flight: CollectiveInFlight | None = None
+        try:
+            given = args[0] if args else kwargs.get("process_set")
+            process_set = self._set_of(given if kind == "barrier" else None)
+            in_flight = self._begin(process_set, None, kind, Op.BARRIER, start, NO_PEER)
             start = self._begin_wait(in_flight)
-            try:
-                return function(handle)
-            finally:
-                self._end_wait(in_flight, start, outputs)
-
-        return synchronize
-
-    def polling(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that asks whether an operation is complete, and notes that it is."""
-
-        @functools.wraps(function)
-        def poll(handle: Any) -> Any:
-            is_complete = function(handle)
-            if is_complete and handle in self._in_flight:
-                in_flight, outputs = self._in_flight[handle]
-                if not in_flight.is_done:
-                    self._set_amount(in_flight, outputs)
-                    in_flight.finish(now())
-            return is_complete
-
-        return poll
-
-    def blocking(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Return a function that submits no tensors and waits for all ranks."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = now()
-            in_flight: CollectiveInFlight | None = None
-            try:
-                found = args[0] if args else kwargs.get("process_set")
-                process_set = self._set_of(found if kind == "barrier" else None)
-                in_flight = self._begin(process_set, None, kind, Op.BARRIER, start, NO_PEER)
-                start = self._begin_wait(in_flight)
-            except Exception as error:
-                report_failure(COLLECTIVES_HOOK, error)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                if in_flight is not None:
-                    self._end_wait(in_flight, start, None)
-
-        return call
+        except Exception as error:
+            report_failure(COLLECTIVES_HOOK, error)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if in_flight is not None:
+                self._end_wait(in_flight, start, None)
 
     # Implementation.
 
@@ -254,8 +233,8 @@ class HorovodOperations:
         def plain_wait(handle: int) -> int:
             return handle
 
-        submit = scratch.submitting(plain, "measured", Op.ALL_REDUCE, False)
-        wait = scratch.synchronizing(plain_wait)
+        submit = scratch.submitting("measured", Op.ALL_REDUCE, False, plain)
+        wait = partial(scratch.synchronize, plain_wait)
         self._recorder.wrapper_cost_ns = measure_difference_ns(
             lambda: plain_wait(plain([], [], "name")), lambda: wait(submit([], [], "name"))
         )

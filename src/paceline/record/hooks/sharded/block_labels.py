@@ -9,10 +9,10 @@ and scatter the gradients. While one of them runs, ``Recorder.block_peer`` has t
 process group writes into the events of its collectives.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from ...ring.header_schema import MAX_BLOCK_CHARS, MAX_BLOCKS
 from ...ring.recorder import Recorder
 from ...ring.states import FIRST_BLOCK_PEER, NO_PEER
 from ..hook_failures import failed_hooks, report_failure
+from ..taps import Tap
 
 HOOK = "the blocks of sharded models"
 FURTHER_BLOCKS = "further blocks"  # the name of all that the header has no room for
 MAX_NAMES_CHARS = 6000  # of the 16 KiB of a header
-_LABELLED = ("unshard", "post_backward")
+_PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 class BlockLabels:
@@ -48,13 +49,16 @@ class BlockLabels:
         found = self._peers.get(name)
         return self._add(name) if found is None else found
 
-    @contextmanager
-    def calls_of(self, name: str) -> Iterator[None]:
+    def calls_of(self, name: str) -> AbstractContextManager[None]:
         """Label the collectives that begin in this context with the name of a module."""
+        return self._labelled(partial(self._label, name))
+
+    @contextmanager
+    def _labelled(self, peer: Callable[[], int]) -> Iterator[None]:
         recorder, before = self._recorder, self._recorder.block_peer
         try:
             recorder.hook_calls += 1
-            recorder.block_peer = self._label(name)
+            recorder.block_peer = peer()
         except Exception as error:
             report_failure(HOOK, error)
         try:
@@ -75,26 +79,14 @@ class BlockLabels:
         self._peers[name] = FIRST_BLOCK_PEER - number
         return self._peers[name]
 
-    def labelled(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of ``FSDPParamGroup`` whose collectives are labelled."""
-        recorder = self._recorder
-
-        @functools.wraps(method)
-        def call(param_group: Any, *args: Any, **kwargs: Any) -> Any:
-            if HOOK in failed_hooks:
-                return method(param_group, *args, **kwargs)
-            before = recorder.block_peer
-            try:
-                recorder.hook_calls += 1
-                recorder.block_peer = self.peer_of(param_group)
-            except Exception as error:
-                report_failure(HOOK, error)
-            try:
-                return method(param_group, *args, **kwargs)
-            finally:
-                recorder.block_peer = before
-
-        return call
+    def call_labelled(
+        self, method: Callable[..., Any], param_group: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of ``FSDPParamGroup`` with its collectives labelled."""
+        if HOOK in failed_hooks:
+            return method(param_group, *args, **kwargs)
+        with self._labelled(partial(self.peer_of, param_group)):
+            return method(param_group, *args, **kwargs)
 
 
 _labels: weakref.WeakKeyDictionary[Recorder, BlockLabels] = weakref.WeakKeyDictionary()
@@ -113,12 +105,10 @@ def labels_of_group(group: Any) -> BlockLabels | None:
     return labels_of(recorder) if isinstance(recorder, Recorder) else None
 
 
-def patch_param_groups(recorder: Recorder, module: Any) -> None:
-    """Label the collectives of all models that FSDP2 shards. module: ``_fsdp_param_group``."""
-    labels = labels_of(recorder)
-    for name in _LABELLED:
-        method = getattr(module.FSDPParamGroup, name)
-        setattr(module.FSDPParamGroup, name, labels.labelled(method))
+def label_param_groups(recorder: Recorder) -> None:
+    """Label the collectives of all models that FSDP2 shards."""
+    for name in ("unshard", "post_backward"):
+        Tap(_PARAM_GROUP, f"FSDPParamGroup.{name}").around(labels_of(recorder).call_labelled)
 
 
 # Gradients of whole parameters that FSDP2 has not reduced yet.

@@ -1,1 +1,0 @@
-"""Knobs of the division of models over ranks."""

@@ -1,1 +1,0 @@
-"""Knobs of the loaders of batches."""
