@@ -16,7 +16,7 @@ from records import Rank
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
-from paceline.launch.records import job_folder
+from paceline.launch import job_folder
 from paceline.security import run_lock
 
 TRAIN = """
@@ -386,7 +386,7 @@ def test_returning_host_does_not_overwrite_later_record(tmp_path):
 
 
 def test_concurrent_jobs_do_not_delete_job_folders_of_others():
-    code = "from paceline.launch.records import job_folder as j; f = j.job_folder(); "
+    code = "from paceline.launch import job_folder as j; f = j.job_folder(); "
     code += "print(f, flush=True); input(); assert (f / 'lock').exists(); j.clear(f)"
     started = [
         subprocess.Popen(

@@ -21,9 +21,8 @@ from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
 from ..plurals import counted
 from ..security.processes import import_folders, module_folders
-from . import requeue
+from . import job_folder, requeue
 from .guard.request import GuardRequest
-from .records import job_folder
 
 # Memory of a rank without data, in bytes (proportional share, measured with a tiny model).
 RANK_BYTES = 64 << 20

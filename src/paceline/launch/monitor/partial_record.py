@@ -6,7 +6,7 @@ from pathlib import Path
 from ...analyze.live.live_view import last_attempt
 from ...analyze.records.load_run import Run, load_run
 from ...record.ring.ring import DEFAULT_CAPACITY
-from ..records import job_folder
+from .. import job_folder
 from . import running_jobs
 
 FROM_HOSTS = 8192  # maximum number of events per rank (the newest) fetched from other hosts

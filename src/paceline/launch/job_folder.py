@@ -27,15 +27,15 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ...record.ring.ring import SIDECAR_SUFFIXES
-from ...record.ring.states import SAMPLER_STATES
-from ...record.ring.tail import MAX_RECORD_BYTES
-from ...security.files import InvalidFileError, read_regular
-from ...security.folders import Folder, can_be_renamed_by_others, open_subfolder, replace_file
-from ...security.removal import check_mark, write_mark
-from ...security.run_lock import RunLock
-from ...security.schema import read_json
-from ...security.text import printable
+from ..record.ring.ring import SIDECAR_SUFFIXES
+from ..record.ring.states import SAMPLER_STATES
+from ..record.ring.tail import MAX_RECORD_BYTES
+from ..security.files import InvalidFileError, read_regular
+from ..security.folders import Folder, can_be_renamed_by_others, open_subfolder, replace_file
+from ..security.removal import check_mark, write_mark
+from ..security.run_lock import RunLock
+from ..security.schema import read_json
+from ..security.text import printable
 
 DESTINATION_FILE = "keep.json"
 ATTEMPT = "attempt"
@@ -66,7 +66,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
     Raises:
         OSError, InvalidFileError: A record can't be read or written.
     """
-    from ...analyze.records.read_record import parse_record, used_bytes
+    from ..analyze.records.read_record import parse_record, used_bytes
 
     found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
     for name in folder.names():
@@ -119,7 +119,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
 
 def _attempt(path: Path) -> int:
     """Return the attempt number of a record file; 0 if it is missing or invalid."""
-    from ...analyze.records.read_record import parse_record
+    from ..analyze.records.read_record import parse_record
 
     try:
         return int(parse_record(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
