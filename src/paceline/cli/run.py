@@ -11,6 +11,7 @@ import typer
 from ..cluster.horovod_import import check_choice
 from ..launch.job import Job
 from ..launch.options import LaunchOptions, Preview
+from ..launch.remote.forwarded_env import shown_env_options
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
 from .common.command import with_options
 from .common.guard_options import GuardOptions, run_reference
@@ -254,7 +255,7 @@ class RunOptions:
         Raises:
             ValueError: Options are invalid or contradict each other.
         """
-        script, how = self.script, self.how
+        script = self.script
         guard = self.guard.request(self.record)
         horovod = check_choice(self.horovod)
         knobs = knobs_of(self.settings, script.script, self.exchange) | layout_knob(self.layout)
@@ -266,14 +267,9 @@ class RunOptions:
             module=script.module,
             max_restarts=self.max_restarts,
             min_hosts=self.min_hosts,
-            fresh=how.fresh,
-            threads=how.threads,
-            bind=how.bind,
-            cpus_per_rank=how.cpus_per_rank,
-            smt=how.smt,
+            **vars(self.how),
             report_bindings=self.report_bindings,
             port=self.port,
-            hang_timeout=how.hang_timeout,
             summary=self.json,
             record=self.record,
             count_flops=self.count_flops,
@@ -282,6 +278,7 @@ class RunOptions:
             stage=sets_of(self.stage or [], pack, self.nodes),
             guard=guard,
             horovod=horovod,
+            env=shown_env_options(self.nodes.env or []),
         )
 
     def words_of_reference(self) -> list[str]:

@@ -20,8 +20,8 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,12 +154,14 @@ class Label:
         command: The script or module, and its arguments.
         started: Start time, in seconds since 1970.
         host: Name of the host on which the job was started.
+        env: Values of --env, as reports repeat them in commands.
     """
 
     run: str = ""
     command: list[str] = field(default_factory=list)
     started: Annotated[float, Meta(ge=0, le=1e11)] | None = None
     host: str = ""
+    env: list[str] = field(default_factory=list)
 
 
 def check(target: Path) -> None:
@@ -392,26 +394,27 @@ def _locked(folder: Folder) -> bool:
     return False
 
 
-def write_destination(folder: Path, target: Path, command: list[str], run: str) -> None:
+def write_destination(
+    folder: Path, target: Path, command: list[str], run: str, env: Sequence[str] = ()
+) -> None:
     """Label the record folder and the job folder, and store the destination of the records.
 
     Raises:
         OSError: A file can't be written.
     """
-    write_label(target, command, run)
+    write_label(target, command, run, env)
     try_write_label(folder, command, run)
     copy_on_clear(folder, target)
 
 
-def write_label(folder: Path, command: list[str], run: str) -> None:
-    """Write into a folder which job its records belong to.
+def write_label(folder: Path, command: list[str], run: str, env: Sequence[str] = ()) -> None:
+    """Write into a folder which job its records belong to. Arguments: see ``Label``.
 
     Raises:
         OSError: The file can't be written.
     """
-    host = socket.gethostname()
-    found = {"run": run, "command": command, "started": time.time(), "host": host}
-    replace_file(folder / LABEL_FILE, json.dumps(found, indent=1).encode())
+    label = Label(run, command, time.time(), socket.gethostname(), [*env])
+    replace_file(folder / LABEL_FILE, json.dumps(asdict(label), indent=1).encode())
 
 
 def try_write_label(folder: Path, command: list[str], run: str) -> None:

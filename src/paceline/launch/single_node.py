@@ -73,7 +73,7 @@ def _run(
     try:
         if job.record is not None:
             lock = job_folder.lock_record(job.record, folder.name)
-            job_folder.write_destination(folder, job.record, command, folder.name)
+            job_folder.write_destination(folder, job.record, command, folder.name, job.env)
         else:
             job_folder.try_write_label(folder, command, folder.name)
         server = start_server(folder, preloads(job, source))

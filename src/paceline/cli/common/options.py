@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...launch.guard.request import DIVERGED_EXIT_CODE, Action
-from ...launch.options import NodeOptions
+from ...launch.options import AUTO, NodeOptions, RankSettings
 from ...security.text import printable
 from .base import exit_on_mistake
 from .command import STDOUT, can_be_written
@@ -301,8 +301,8 @@ class HostAndEnvOptions(HostOptions):
     ] = None
 
 
-@dataclass(frozen=True)
-class RankOptions:
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(RankSettings):
     """How ranks run: binding, threads, interpreter, and when they hang."""
 
     bind: Annotated[
@@ -315,7 +315,7 @@ class RankOptions:
             panel=BINDING,
             show_default=True,
         ),
-    ] = "auto"
+    ] = AUTO
     threads: Annotated[
         int | None,
         value_option(
@@ -368,12 +368,11 @@ class RankOptions:
     def words(self) -> list[str]:
         """Return the options that differ from their defaults: reports repeat them in commands."""
         words = [] if self.smt is None else ["--smt" if self.smt else "--no-smt"]
-        bind = None if self.bind == RankOptions.bind else self.bind
         return words + option_words(
             {
                 "--fresh": self.fresh,
                 "--threads": self.threads,
-                "--bind": bind,
+                "--bind": None if self.bind == AUTO else self.bind,
                 "--cpus-per-rank": self.cpus_per_rank,
                 "--hang-timeout": self.hang_timeout,
             }

@@ -33,7 +33,9 @@ def load_so_far(folder: Path) -> Run:
     if ranks:
         records = [rank.record for rank in ranks]
         missing = set(range(int(records[0].meta["size"]))) - {one.rank for one in records}
-        return Run(str(folder), records, sorted(missing), notes, about.command, running=True)
+        return Run(
+            str(folder), records, sorted(missing), notes, about.command, running=True, env=about.env
+        )
     host = about.host
     if host and host != socket.gethostname():
         raise ValueError(

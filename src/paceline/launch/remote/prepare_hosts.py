@@ -133,4 +133,4 @@ def start_rank_servers(
 def label_record_folder(spec: LaunchSpec) -> None:
     """Write into the record folder which run its records belong to."""
     if spec.job.record is not None:
-        job_folder.write_label(spec.job.record, spec.job.words, spec.run_id)
+        job_folder.write_label(spec.job.record, spec.job.words, spec.run_id, spec.job.env)
