@@ -252,3 +252,23 @@ def test_completion_offers_commands():
         "COMP_CWORD": "1",
     }
     assert set(paceline(**environment).stdout.split()) == {"record", "report"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--tune-exchange"),
+        ("submit", "--output"),
+        ("export", "--out"),
+        ("diagnose", "--save-settings"),
+        ("scale", "--csv"),
+        ("tune", "--best"),
+        ("check", "--packed"),
+        ("bench", "comm", "--machine"),
+    ],
+)
+def test_script_is_not_taken_for_a_forgotten_file_to_write(words):
+    done = CliRunner().invoke(app, [*words, "train.py", "train.py"])
+    assert done.exit_code == 2
+    hint = f"needs the name of a file to write, not train.py. HINT: {words[-1]} FILE train.py"
+    assert f"paceline: {words[-1]} {hint}\n" in done.stderr

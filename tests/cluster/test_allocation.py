@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.schedulers import flux
-from paceline.cluster.schedulers.detect import find_allocation
+from paceline.cluster.schedulers.detect import find_allocation, flux_allocation
 from paceline.cluster.schedulers.hostfile import Host
 
 ENVS = Path(__file__).parent / "envs"
@@ -196,9 +195,9 @@ def test_flux_hosts_from_hostlist_command():
     script = {"FLUX_URI": "local:///run/flux/local", "FLUX_ENCLOSING_ID": "f12"}
     found = find_allocation(script)
     assert (found.scheduler, found.job, found.tool, found.hosts) == ("Flux", "f12", "flux", ())
-    hosts = flux.allocation(script, "tuolumne[1001-1002],tuolumne1001").hosts
+    hosts = flux_allocation(script, "tuolumne[1001-1002],tuolumne1001").hosts
     assert hosts == (Host("tuolumne1001"), Host("tuolumne1002"))
-    assert flux.allocation({}, "a") is None
+    assert flux_allocation({}, "a") is None
 
 
 def test_cobalt_hosts_from_nodefile_or_node_numbers(tmp_path):

@@ -16,7 +16,7 @@ from records import Rank
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
-from paceline.launch.records import job_folder
+from paceline.launch import job_folder
 from paceline.security import run_lock
 
 TRAIN = """
@@ -302,7 +302,11 @@ def test_training_in_child_processes_is_reported(tmp_path):
 def test_json_summary_of_recorded_run_is_report(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record, summary = tmp_path / "record", tmp_path / "summary.json"
-    result = ranks.run(script, -1, 20, launcher=f"paceline --record {record} --json {summary}")
+    given = "--env A=1 --env api_key=secret-1"
+    launcher = f"paceline --record {record} --json {summary} {given}"
+    result = ranks.run(script, -1, 20, launcher=launcher)
+    assert json.loads((record / "run.json").read_text())["env"] == ["A=1", "api_key=..."]
+    assert json.loads(summary.read_text())["env"] == ["A=1", "api_key=..."]
     assert f"the record is in {record}" in result.stderr
     assert "parallel efficiency" in result.stderr
     data = json.loads(summary.read_text())
@@ -386,7 +390,7 @@ def test_returning_host_does_not_overwrite_later_record(tmp_path):
 
 
 def test_concurrent_jobs_do_not_delete_job_folders_of_others():
-    code = "from paceline.launch.records import job_folder as j; f = j.job_folder(); "
+    code = "from paceline.launch import job_folder as j; f = j.job_folder(); "
     code += "print(f, flush=True); input(); assert (f / 'lock').exists(); j.clear(f)"
     started = [
         subprocess.Popen(

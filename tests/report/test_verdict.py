@@ -69,6 +69,13 @@ def test_verdict_of_a_run_names_the_largest_loss_and_the_command_to_continue(
     assert verdict.next == "paceline diagnose -n 1 train.py --lr '1 e'"
 
 
+def test_next_repeats_the_environment_variables_of_the_run(tmp_path):
+    report = run(tmp_path, State.VALIDATION, 10, command=["train.py"])
+    report = replace(report, env=["A=1 2", "B", "HF_TOKEN=..."])
+    words = "paceline diagnose -n 1 --env 'A=1 2' --env B --env HF_TOKEN=... train.py"
+    assert words in verdict_of_run(report).next
+
+
 def test_next_is_the_line_of_the_script_where_the_record_names_it(tmp_path):
     report = run(tmp_path, State.CHECKPOINT, 10)
     line = {"file": "/home/a/train.py", "line": 42, "function": "f", "code": "torch.save(m, p)"}

@@ -17,7 +17,7 @@ import users
 from records import Rank
 from users import ATTACKER
 
-from paceline.launch.records import job_folder
+from paceline.launch import job_folder
 
 SHM = Path("/dev/shm")
 VICTIM = 200_000 + os.getpid() % 100_000  # differs between test processes

@@ -39,7 +39,7 @@ HANDED = {
     "launch/monitor/progress.py",
     "launch/monitor/running_jobs.py",
     "launch/ranks/fork_server.py",
-    "launch/records/job_folder.py",
+    "launch/job_folder.py",
     "record/ring/recorder.py",
     "record/ring/ring.py",
     "record/ring/stack_sampler.py",
@@ -76,7 +76,7 @@ RIGHT = {
         "job.summary.write_text(report.to_json())": "the user's file, of --json"
     },
     "launch/monitor/live_records.py": {"UNIX_SOCKETS_FILE.open('rb')": "the kernel's"},
-    "launch/records/job_folder.py": {
+    "launch/job_folder.py": {
         "target.mkdir(parents=True, exist_ok=True)": "the user's folder, of --record",
     },
     "launch/host_agent.py": {

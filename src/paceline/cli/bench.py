@@ -7,7 +7,12 @@ import typer
 
 from .common.base import MACHINE, app, examples, exit_on_mistake
 from .common.command import Command, print_json, with_options
-from .common.options import HostOptions, Json
+from .common.options import (
+    HostOptions,
+    Json,
+    output_option,
+    value_option,
+)
 from .common.sizes import bytes_of
 
 _bench = typer.Typer(
@@ -42,33 +47,25 @@ def _only() -> None:
 def comm(
     *,
     ranks: Annotated[
-        int, typer.Option("-n", "--ranks", help="Number of ranks.", metavar="N", min=2)
+        int, value_option("Number of ranks.", "N", "-n", "--ranks", min=2, show_default=True)
     ] = 2,
     operation: Annotated[
         str,
-        typer.Option(
-            help="all-reduce, all-gather, reduce-scatter or all-to-all.", metavar="COLLECTIVE"
+        value_option(
+            "all-reduce, all-gather, reduce-scatter or all-to-all.", "COLLECTIVE", show_default=True
         ),
     ] = "all-reduce",
     largest: Annotated[
-        str, typer.Option("--to", help="Largest vector: 64K, 16M, 1G.", metavar="SIZE")
+        str, value_option("Largest vector: 64K, 16M, 1G.", "SIZE", "--to", show_default=True)
     ] = "256M",
     machine: Annotated[
         Path | None,
-        typer.Option(
-            help="Machine file (paceline check) to which the figures are added.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        output_option("Machine file (paceline check) to which the figures are added."),
     ] = None,
     json: Json = None,
     bind: Annotated[
         str | None,
-        typer.Option(
-            help="See paceline run. Default: core, if each rank can have one.",
-            metavar="HOW",
-            show_default=False,
-        ),
+        value_option("See paceline run. Default: core, if each rank can have one.", "HOW"),
     ] = None,
     nodes: HostOptions,
 ) -> None:

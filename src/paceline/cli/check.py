@@ -8,7 +8,13 @@ import typer
 
 from .common.base import MACHINE, app, examples, exit_on_mistake
 from .common.command import Command, print_json, with_options
-from .common.options import HostAndEnvOptions, Json
+from .common.options import (
+    HostAndEnvOptions,
+    Json,
+    flag,
+    output_option,
+    value_option,
+)
 
 READING = "Reading rate of a dataset"  # headings of options in --help
 ENVIRONMENT = "Python environment"
@@ -35,88 +41,74 @@ def check(
     *,
     ranks: Annotated[
         int | None,
-        typer.Option(
+        value_option(
+            "Number of ranks. Default: as for paceline run, and at least 2 on each node.",
+            "N",
             "-n",
             "--ranks",
-            help="Number of ranks. Default: as for paceline run, and at least 2 on each node.",
-            metavar="N",
-            show_default=False,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            "--data",
-            help="Folder whose storage is measured: bandwidth and small files. With a dataset: "
+        value_option(
+            "Folder whose storage is measured: bandwidth and small files. With a dataset: "
             "measure only how fast it can be read, and what limits the rate.",
-            metavar="FOLDER|DATASET",
-            show_default=False,
+            "FOLDER|DATASET",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure fewer sizes with fewer repetitions: 10 s.")
+        bool, flag("--quick", "Measure fewer sizes with fewer repetitions: 10 s.")
     ] = False,
-    out: Annotated[
-        Path, typer.Option("--out", help="Machine file to write.", metavar="FILE")
-    ] = Path("machine.toml"),
+    out: Annotated[Path, output_option("Machine file to write.", show_default=True)] = Path(
+        "machine.toml"
+    ),
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(
-            "--compare",
-            help="Compare two machine files and print the differences larger than their "
+        value_option(
+            "Compare two machine files and print the differences larger than their "
             "measurement noise. Any difference is printed for at most 5 % of unchanged machines. "
             "Nothing is measured.",
-            metavar="BEFORE AFTER",
-            show_default=False,
+            "BEFORE AFTER",
         ),
     ] = None,
     json: Json = None,
     nodes: HostAndEnvOptions,
     labels: Annotated[
         str | None,
-        typer.Option(
-            help="Labels of the dataset: see paceline pack.",
-            metavar="LABELS",
-            show_default=False,
-            rich_help_panel=READING,
-        ),
+        value_option("Labels of the dataset: see paceline pack.", "LABELS", panel=READING),
     ] = None,
     transform: Annotated[
         str | None,
-        typer.Option(
-            help="Transform of the Loader, importable from this folder.",
-            metavar="MODULE:FUNCTION",
-            show_default=False,
-            rich_help_panel=READING,
+        value_option(
+            "Transform of the Loader, importable from this folder.",
+            "MODULE:FUNCTION",
+            panel=READING,
         ),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="Threads of each rank's loader. Default: 2, or the number of cores if smaller.",
-            metavar="N",
+        value_option(
+            "Threads of each rank's loader. Default: 2, or the number of cores if smaller.",
+            "N",
+            panel=READING,
             min=1,
-            show_default=False,
-            rich_help_panel=READING,
         ),
     ] = None,
     pack_env: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--pack-env",
-            help="Pack the Python environment of this command into one file, and measure what "
+            "Pack the Python environment of this command into one file, and measure what "
             "this gains for import torch. Nothing else is measured.",
-            rich_help_panel=ENVIRONMENT,
+            panel=ENVIRONMENT,
         ),
     ] = False,
     packed: Annotated[
         Path | None,
-        typer.Option(
-            help="File of --pack-env, ending in .squashfs or .tar. Default: env.squashfs, or "
+        output_option(
+            "File of --pack-env, ending in .squashfs or .tar. Default: env.squashfs, or "
             "env.tar without mksquashfs.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=ENVIRONMENT,
+            panel=ENVIRONMENT,
         ),
     ] = None,
 ) -> None:

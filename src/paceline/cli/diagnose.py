@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import STDOUT, can_be_written, print_json, with_options
+from .common.command import STDOUT, print_json, with_options
 from .common.options import (
     Horovod,
     HostAndEnvOptions,
@@ -17,6 +17,8 @@ from .common.options import (
     Settings,
     knobs_of,
     launch_words,
+    output_option,
+    value_option,
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
@@ -34,71 +36,65 @@ class DiagnoseOptions:
     script: ScriptOptions
     minutes: Annotated[
         float,
-        typer.Option(
-            help="Maximum duration. A longer measurement gives narrower intervals.",
-            metavar="MINUTES",
+        value_option(
+            "Maximum duration. A longer measurement gives narrower intervals.",
+            "MINUTES",
             min=0.2,
+            show_default=True,
         ),
     ] = 5.0
     try_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--try",
-            metavar="NAME[=VALUE]",
-            help="Set this remedy (all: every remedy, best prediction first), measure it in "
+        value_option(
+            "Set this remedy (all: every remedy, best prediction first), measure it in "
             "alternation with the unchanged training, and keep it if it helps. May be repeated. "
             "Everything together takes at most 1.5 times --minutes.",
-            show_default=False,
+            "NAME[=VALUE]",
+            "--try",
         ),
     ] = None
     save_settings: Annotated[
         Path | None,
-        typer.Option(
-            help="With --try: write the remedies that helped to this file, for paceline run "
-            "--settings.",
-            metavar="FILE",
-            show_default=False,
+        output_option(
+            "With --try: write the remedies that helped to this file, for paceline run --settings.",
         ),
     ] = None
     settings: Settings = None
     html: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a page with causes, evidence and charts to this file, for any browser.",
-            metavar="FILE",
-            show_default=False,
+        output_option(
+            "Write a page with causes, evidence and charts to this file, for any browser."
         ),
     ] = None
     json: Json = None
     machine: Annotated[
         Path | None,
-        typer.Option(
-            help="Machine file (paceline check): also compare the computation with the limits "
+        value_option(
+            "Machine file (paceline check): also compare the computation with the limits "
             "measured there.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
+            "FILE",
+            panel=MEASUREMENT,
         ),
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option(
-            help="Optimizer steps measured in each experiment. Default: 10 to 400, depending on "
+        value_option(
+            "Optimizer steps measured in each experiment. Default: 10 to 400, depending on "
             "--minutes.",
-            metavar="N",
+            "N",
+            panel=MEASUREMENT,
             min=3,
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
         ),
     ] = None
     warm_up: Annotated[
         int,
-        typer.Option(
+        value_option(
+            "Optimizer steps before the measured ones.",
+            "N",
             "--warm-up",
-            help="Optimizer steps before the measured ones.",
-            metavar="N",
+            panel=MEASUREMENT,
             min=1,
-            rich_help_panel=MEASUREMENT,
+            show_default=True,
         ),
     ] = 5
     nodes: HostAndEnvOptions
@@ -142,10 +138,8 @@ def diagnose(options: DiagnoseOptions) -> None:
     script, wanted = options.script, options.try_ or []
     with exit_on_mistake():
         check_arguments(wanted)
-        if options.save_settings is not None:
-            if not wanted:
-                raise ValueError("--save-settings needs --try. HINT: add --try all")
-            can_be_written(options.save_settings, "--save-settings")
+        if options.save_settings is not None and not wanted:
+            raise ValueError("--save-settings needs --try. HINT: add --try all")
         known = load(options.machine) if options.machine is not None else None
         words = launch_words(
             script.module, options.how, options.nodes, {"--horovod": options.horovod}

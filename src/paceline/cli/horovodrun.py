@@ -21,6 +21,7 @@ from ..security.processes import find_program
 from ..version import __version__
 from .common.base import RUN, app, examples, exit_on_mistake
 from .common.command import Command
+from .common.options import flag, value_option
 
 LINKED = ("horovodrun", "ddlrun")  # names under which a link to paceline runs these commands
 _BUILT = """Paceline {version}, with Horovod's interface:
@@ -99,18 +100,17 @@ def horovodrun(
     words: Words = None,
     install_link: Annotated[
         Path | None,
-        typer.Option(
-            help="Create a link named horovodrun in this folder, and end. A program of that name "
+        value_option(
+            "Create a link named horovodrun in this folder, and end. A program of that name "
             "is not replaced.",
-            metavar="DIR",
-            show_default=False,
+            "DIR",
         ),
     ] = None,
     shim: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--shim",
-            help="Print a folder for PYTHONPATH with which import horovod finds Paceline's "
+            "Print a folder for PYTHONPATH with which import horovod finds Paceline's "
             "implementation in ranks that mpirun or srun start, and end. Horovod takes precedence "
             "where it is installed.",
         ),
@@ -145,11 +145,10 @@ def ddlrun(
     words: Words = None,
     install_link: Annotated[
         Path | None,
-        typer.Option(
-            help="Create a link named ddlrun in this folder, and end. A program of that name is "
+        value_option(
+            "Create a link named ddlrun in this folder, and end. A program of that name is "
             "not replaced.",
-            metavar="DIR",
-            show_default=False,
+            "DIR",
         ),
     ] = None,
 ) -> None:

@@ -13,7 +13,13 @@ import typer
 from .common.base import DATASETS, app, examples, exit_on_mistake
 from .common.command import Command, print_json, with_options
 from .common.guarded_process import run_guarded
-from .common.options import NODES, HostAndEnvOptions, Json
+from .common.options import (
+    NODES,
+    HostAndEnvOptions,
+    Json,
+    flag,
+    value_option,
+)
 from .common.sizes import bytes_of
 
 if TYPE_CHECKING:
@@ -59,147 +65,131 @@ def pack(
     ] = None,
     labels: Annotated[
         Path | None,
-        typer.Option(
-            help="Labels: a CSV file with lines of file,label; a .npy file; the name of an array "
+        value_option(
+            "Labels: a CSV file with lines of file,label; a .npy file; the name of an array "
             "or column of SOURCE; the suffix of a tar's member. Default: the class of a file is "
             "its folder.",
-            metavar="LABELS",
-            show_default=False,
+            "LABELS",
         ),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Read every byte of a packed dataset, and decode it. Pack nothing."
-        ),
+        flag("--check", "Read every byte of a packed dataset, and decode it. Pack nothing."),
     ] = False,
     to: Annotated[
         str | None,
-        typer.Option(
-            help="Write hdf5, lmdb, tfrecord or webdataset instead of a packed dataset.",
-            metavar="FORMAT",
-            show_default=False,
+        value_option(
+            "Write hdf5, lmdb, tfrecord or webdataset instead of a packed dataset.", "FORMAT"
         ),
     ] = None,
     on_error: Annotated[
         str,
-        typer.Option(
-            help="stop, or skip samples that cannot be read, and count them.",
-            metavar="stop|skip",
+        value_option(
+            "stop, or skip samples that cannot be read, and count them.",
+            "stop|skip",
+            show_default=True,
         ),
     ] = "stop",
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Start again if DEST has a dataset or a part of one."),
+        flag("--fresh", "Start again if DEST has a dataset or a part of one."),
     ] = False,
     follow_links: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--follow-links",
-            help="Also read files outside of the folder of SOURCE that its links, external and "
+            "Also read files outside of the folder of SOURCE that its links, external and "
             "virtual arrays, or LABELS refer to. Default: they are an error.",
         ),
     ] = False,
     json: Json = None,
     resize: Annotated[
         int | None,
-        typer.Option(
-            help="Convert larger images to JPEGs with this shorter side (pixels).",
-            metavar="PIXELS",
-            show_default=False,
+        value_option(
+            "Convert larger images to JPEGs with this shorter side (pixels).",
+            "PIXELS",
+            panel=SAMPLES,
             min=1,
-            rich_help_panel=SAMPLES,
         ),
     ] = None,
     quality: Annotated[
         int,
-        typer.Option(
-            help="Quality of these JPEGs.", metavar="N", min=1, max=100, rich_help_panel=SAMPLES
+        value_option(
+            "Quality of these JPEGs.", "N", panel=SAMPLES, min=1, max=100, show_default=True
         ),
     ] = 90,
     decode: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--decode",
-            help="Store images as arrays: more bytes, no decoding in the training.",
-            rich_help_panel=SAMPLES,
+            "Store images as arrays: more bytes, no decoding in the training.",
+            panel=SAMPLES,
         ),
     ] = False,
     compress: Annotated[
         bool,
-        typer.Option(
-            "--compress", help="Compress arrays with zstd, lossless.", rich_help_panel=SAMPLES
-        ),
+        flag("--compress", "Compress arrays with zstd, lossless.", panel=SAMPLES),
     ] = False,
     cast: Annotated[
         str | None,
-        typer.Option(
-            help="Convert arrays to this dtype, which must hold all values: float16.",
-            metavar="DTYPE",
-            show_default=False,
-            rich_help_panel=SAMPLES,
+        value_option(
+            "Convert arrays to this dtype, which must hold all values: float16.",
+            "DTYPE",
+            panel=SAMPLES,
         ),
     ] = None,
     apply: Annotated[
         str | None,
-        typer.Option(
-            help="Store the result of this function for each sample's array: preprocessing that "
+        value_option(
+            "Store the result of this function for each sample's array: preprocessing that "
             "is the same in every epoch. Random augmentation belongs into the Loader.",
-            metavar="MODULE:FUNCTION",
-            show_default=False,
-            rich_help_panel=SAMPLES,
+            "MODULE:FUNCTION",
+            panel=SAMPLES,
         ),
     ] = None,
     statistics: Annotated[
         int,
-        typer.Option(
-            help="Number of samples for mean and standard deviation.",
-            metavar="N",
+        value_option(
+            "Number of samples for mean and standard deviation.",
+            "N",
+            panel=SAMPLES,
             min=0,
-            rich_help_panel=SAMPLES,
+            show_default=True,
         ),
     ] = 4096,
     shard_size: Annotated[
         str,
-        typer.Option(help="Target shard size, 64M to 1G.", metavar="SIZE", rich_help_panel=SHARDS),
+        value_option("Target shard size, 64M to 1G.", "SIZE", panel=SHARDS, show_default=True),
     ] = "256M",
     seed: Annotated[
         int,
-        typer.Option(help="Seed of the order of samples.", metavar="N", rich_help_panel=SHARDS),
+        value_option("Seed of the order of samples.", "N", panel=SHARDS, show_default=True),
     ] = 0,
     stripe: Annotated[
         str | None,
-        typer.Option(
-            help="On Lustre: stripe each file over this number of storage targets (all; auto: 4, "
+        value_option(
+            "On Lustre: stripe each file over this number of storage targets (all; auto: 4, "
             "or 16 with --to hdf5 or lmdb), with lfs setstripe on DEST. Without it, a message "
             "proposes a number if files would be on fewer.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=SHARDS,
+            "N",
+            panel=SHARDS,
         ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "-n",
-            "--ranks",
-            help="Number of processes, on this node, the allocation or the hosts of -H: for "
+        value_option(
+            "Number of processes, on this node, the allocation or the hosts of -H: for "
             "--apply with a function that holds Python's global interpreter lock, and for several "
             "nodes. Default: threads of this node; with -H one for each core.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=NODES,
+            "N",
+            "-n",
+            "--ranks",
+            panel=NODES,
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(
-            help="Threads of each rank. Default: two for each core.",
-            metavar="N",
-            min=1,
-            show_default=False,
-            rich_help_panel=NODES,
-        ),
+        value_option("Threads of each rank. Default: two for each core.", "N", panel=NODES, min=1),
     ] = None,
     nodes: HostAndEnvOptions,
 ) -> None:

@@ -8,7 +8,13 @@ import typer
 
 from ..cluster.horovod_import import VARIABLE, check_choice
 from .common.base import RUN, app, examples, exit_on_mistake
-from .common.options import Args, Horovod, Module, Script
+from .common.options import (
+    Args,
+    Horovod,
+    Module,
+    Script,
+    flag,
+)
 from .common.script_options import ScriptCommand
 
 
@@ -31,9 +37,7 @@ def record(
     module: Module = False,
     count_flops: Annotated[
         bool,
-        typer.Option(
-            "--count-flops", help="Count FLOPs and memory traffic of step 10: see paceline run."
-        ),
+        flag("--count-flops", "Count FLOPs and memory traffic of step 10: see paceline run."),
     ] = False,
     horovod: Horovod = None,
 ) -> None:

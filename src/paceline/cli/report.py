@@ -7,7 +7,11 @@ import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, Command, json_output
-from .common.options import Json
+from .common.options import (
+    Json,
+    output_option,
+    value_option,
+)
 
 MAX_GATE = 10.0  # share of the step time
 
@@ -32,55 +36,42 @@ def report(
     ],
     baseline: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Record of a run to compare DIR... with. May be repeated: with two or more runs "
+        value_option(
+            "Record of a run to compare DIR... with. May be repeated: with two or more runs "
             "of each kind, or three of one, the noise between runs is measured.",
-            metavar="DIR",
-            show_default=False,
+            "DIR",
         ),
     ] = None,
     gate: Annotated[
         str | None,
-        typer.Option(
-            help="End with exit code 1 if the second of two records, or DIR... compared with "
+        value_option(
+            "End with exit code 1 if the second of two records, or DIR... compared with "
             "--baseline, has longer steps by more than this and the noise.",
-            metavar="PERCENT%",
-            show_default=False,
+            "PERCENT%",
         ),
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option(
-            help="Use these steps only: 100:200 is 100 to 199.",
-            metavar="FIRST:END",
-            show_default=False,
-        ),
+        value_option("Use these steps only: 100:200 is 100 to 199.", "FIRST:END"),
     ] = None,
     json: Json = None,
     html: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a page with everything inside to this file, for any browser.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        output_option("Write a page with everything inside to this file, for any browser."),
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(
-            help="Write states and collectives of every rank to this file, for ui.perfetto.dev "
+        output_option(
+            "Write states and collectives of every rank to this file, for ui.perfetto.dev "
             "and chrome://tracing. A name that ends in .gz is compressed.",
-            metavar="FILE",
-            show_default=False,
         ),
     ] = None,
     machine: Annotated[
         Path | None,
-        typer.Option(
-            help="Machine file (paceline check): place a step of a run with --count-flops on its "
+        value_option(
+            "Machine file (paceline check): place a step of a run with --count-flops on its "
             "roofline.",
-            metavar="FILE",
-            show_default=False,
+            "FILE",
         ),
     ] = None,
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 from ..cluster.horovod_import import check_choice
 from ..launch.job import Job
 from ..launch.options import LaunchOptions, Preview
+from ..launch.remote.forwarded_env import shown_env_options
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
 from .common.command import with_options
 from .common.guard_options import GuardOptions, run_reference
@@ -30,10 +31,13 @@ from .common.options import (
     Stage,
     TuneCompression,
     TuneExchange,
+    flag,
     knobs_of,
     layout_knob,
     option_words,
+    output_option,
     tuning_of,
+    value_option,
 )
 from .common.script_options import ScriptCommand
 from .common.stage_before_run import sets_of
@@ -78,123 +82,115 @@ class RunOptions:
     script: ScriptOptions
     record: Annotated[
         Path | None,
-        typer.Option(
-            help="Record what every rank does, of any script, into this folder: see paceline "
-            "report.",
-            metavar="DIR",
-            show_default=False,
+        value_option(
+            "Record what every rank does, of any script, into this folder: see paceline report.",
+            "DIR",
         ),
     ] = None
     max_restarts: Annotated[
         int,
-        typer.Option(
-            help="Number of restarts after failures. A script with world.epochs(checkpoint=...) "
+        value_option(
+            "Number of restarts after failures. A script with world.epochs(checkpoint=...) "
             "resumes from its last checkpoint.",
-            metavar="N",
+            "N",
             min=0,
+            show_default=True,
         ),
     ] = 0
     settings: Settings = None
     json: Annotated[
         Path | None,
-        typer.Option(
-            "--json",
-            help="Print the figures of the summary as JSON after the output of the script; "
+        output_option(
+            "Print the figures of the summary as JSON after the output of the script; "
             "--json=FILE, or --json NAME.json, writes them to a file.",
             metavar="[=FILE]",
-            show_default=False,
             readable=False,
         ),
     ] = None
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print which ranks would start where, and start nothing."),
+        flag("--dry-run", "Print which ranks would start where, and start nothing."),
     ] = False
     show_memory: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--show-memory",
-            help="Print the predicted memory of a rank in each layout of world.distribute, and "
+            "Print the predicted memory of a rank in each layout of world.distribute, and "
             "end. One process runs three steps of SCRIPT without computing its models. With "
             "--json, print it as JSON.",
-            rich_help_panel=LAYOUTS,
+            panel=LAYOUTS,
         ),
     ] = False
     rehearse: Annotated[
         int | None,
-        typer.Option(
-            "--rehearse",
-            help="Run SCRIPT as single ranks of a job of N ranks, one after the other, in one "
+        value_option(
+            "Run SCRIPT as single ranks of a job of N ranks, one after the other, in one "
             "process on this machine without network, for two steps. Print what each axis "
             "exchanges, the memory of the ranks, and the first error that they would meet (exit "
             "code 1). Computes on the CPU; values are not those of a training.",
-            metavar="N",
+            "N",
+            panel=LAYOUTS,
             min=1,
-            show_default=False,
-            rich_help_panel=LAYOUTS,
         ),
     ] = None
     show_layout: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--show-layout",
-            help="Print on which host each rank would run, and what each axis of the layout sends "
+            "Print on which host each rank would run, and what each axis of the layout sends "
             "in a step over which links, and end. Rehearses the script (see --rehearse).",
-            rich_help_panel=LAYOUTS,
+            panel=LAYOUTS,
         ),
     ] = False
     layout: Annotated[
         str | None,
-        typer.Option(
-            "--layout",
-            help="Layout of the models of world.distribute, in place of that of the script: "
+        value_option(
+            "Layout of the models of world.distribute, in place of that of the script: "
             "'dp2 x tp4', 'zero3'.",
-            metavar="LAYOUT",
-            show_default=False,
-            rich_help_panel=LAYOUTS,
+            "LAYOUT",
+            panel=LAYOUTS,
         ),
     ] = None
     nodes: HostAndEnvOptions
     port: Annotated[
         int,
-        typer.Option(
-            help="Port of the ranks' store. 0 selects a free port.",
-            metavar="PORT",
+        value_option(
+            "Port of the ranks' store. 0 selects a free port.",
+            "PORT",
+            panel=NODES,
             min=0,
             max=65535,
-            rich_help_panel=NODES,
+            show_default=True,
         ),
     ] = 0
     how: RankOptions
     report_bindings: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--report-bindings",
-            help="After the first step, show the cores on which ranks, their threads and loader "
+            "After the first step, show the cores on which ranks, their threads and loader "
             "workers run, with a drawing of each node.",
-            rich_help_panel=BINDING,
+            panel=BINDING,
         ),
     ] = False
     min_hosts: Annotated[
         int | None,
-        typer.Option(
-            help="With --max-restarts: continue without lost nodes, if at least this many remain. "
+        value_option(
+            "With --max-restarts: continue without lost nodes, if at least this many remain. "
             "Default: as many nodes as at the start.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=FAULTS,
+            "N",
+            panel=FAULTS,
         ),
     ] = None
     host_discovery_script: Annotated[
         str | None,
-        typer.Option(
-            help="With --max-restarts: program that prints the hosts, one HOST[:N] a line. "
+        value_option(
+            "With --max-restarts: program that prints the hosts, one HOST[:N] a line. "
             "Paceline runs it every 5 s. When it names a new host, the ranks write a checkpoint "
             "and continue with more ranks, at most -n. Without -H it names the hosts of the "
             "start, too.",
-            metavar="PROGRAM",
-            show_default=False,
-            rich_help_panel=FAULTS,
+            "PROGRAM",
+            panel=FAULTS,
         ),
     ] = None
     stage: Stage = None
@@ -206,11 +202,11 @@ class RunOptions:
     tune_compression: TuneCompression = False
     count_flops: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--count-flops",
-            help="With --record: count FLOPs and memory traffic of step 10, for the roofline of "
+            "With --record: count FLOPs and memory traffic of step 10, for the roofline of "
             "paceline report --machine. That step is slower.",
-            rich_help_panel=RECORDING,
+            panel=RECORDING,
         ),
     ] = False
 
@@ -259,7 +255,7 @@ class RunOptions:
         Raises:
             ValueError: Options are invalid or contradict each other.
         """
-        script, how = self.script, self.how
+        script = self.script
         guard = self.guard.request(self.record)
         horovod = check_choice(self.horovod)
         knobs = knobs_of(self.settings, script.script, self.exchange) | layout_knob(self.layout)
@@ -271,14 +267,9 @@ class RunOptions:
             module=script.module,
             max_restarts=self.max_restarts,
             min_hosts=self.min_hosts,
-            fresh=how.fresh,
-            threads=how.threads,
-            bind=how.bind,
-            cpus_per_rank=how.cpus_per_rank,
-            smt=how.smt,
+            **vars(self.how),
             report_bindings=self.report_bindings,
             port=self.port,
-            hang_timeout=how.hang_timeout,
             summary=self.json,
             record=self.record,
             count_flops=self.count_flops,
@@ -287,6 +278,7 @@ class RunOptions:
             stage=sets_of(self.stage or [], pack, self.nodes),
             guard=guard,
             horovod=horovod,
+            env=shown_env_options(self.nodes.env or []),
         )
 
     def words_of_reference(self) -> list[str]:

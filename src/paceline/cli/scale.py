@@ -19,8 +19,10 @@ from .common.options import (
     Module,
     RankOptions,
     Settings,
+    flag,
     knobs_of,
     launch_words,
+    value_option,
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import interruptible
@@ -46,173 +48,156 @@ class ScaleOptions:
     args: Args = None
     sizes: Annotated[
         str | None,
-        typer.Option(
+        value_option(
+            "Numbers of ranks to compare: 1,2,4,8. The smallest one is the reference.",
+            "N,N,...",
             "-n",
             "--ranks",
-            help="Numbers of ranks to compare: 1,2,4,8. The smallest one is the reference.",
-            metavar="N,N,...",
-            show_default=False,
         ),
     ] = None
     strong: Annotated[
         bool,
-        typer.Option("--strong", help="Strong scaling: the same global batch at every size."),
+        flag("--strong", "Strong scaling: the same global batch at every size."),
     ] = False
     weak: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--weak",
-            help="Weak scaling: the same batch per rank at every size. Default: both kinds, and "
+            "Weak scaling: the same batch per rank at every size. Default: both kinds, and "
             "strong scaling alone if --minutes is too short for both.",
         ),
     ] = False
     minutes: Annotated[
         float | None,
-        typer.Option(
-            help="Maximum duration of all runs, or with --submit of each job. Default: 10.",
-            metavar="MINUTES",
+        value_option(
+            "Maximum duration of all runs, or with --submit of each job. Default: 10.",
+            "MINUTES",
             min=0.2,
-            show_default=False,
         ),
     ] = None
     output: Annotated[
         Path | None,
-        typer.Option(
+        value_option(
+            "New folder of the study: records, figures, request. Default: scaling-SCRIPT, "
+            "with a number if it exists.",
+            "DIR",
             "-o",
             "--output",
-            help="New folder of the study: records, figures, request. Default: scaling-SCRIPT, "
-            "with a number if it exists.",
-            metavar="DIR",
-            show_default=False,
         ),
     ] = None
     continued: Annotated[
         Path | None,
-        typer.Option(
+        value_option(
+            "Continue the study in this folder: run what is missing. Without a script.",
+            "DIR",
             "--continue",
-            help="Continue the study in this folder: run what is missing. Without a script.",
-            metavar="DIR",
-            show_default=False,
         ),
     ] = None
     show: Annotated[
         Path | None,
-        typer.Option(
-            help="Print the study in this folder, and write its files. Nothing is run.",
-            metavar="DIR",
-            show_default=False,
-        ),
+        value_option("Print the study in this folder, and write its files. Nothing is run.", "DIR"),
     ] = None
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(
-            help="Compare the studies in two folders, as before and after a remedy, and print the "
+        value_option(
+            "Compare the studies in two folders, as before and after a remedy, and print the "
             "differences larger than the noise; with --html as a page. Nothing is run.",
-            metavar="DIR DIR",
-            show_default=False,
+            "DIR DIR",
         ),
     ] = None
     module: Module = False
     settings: Settings = None
     global_batch: Annotated[
         int | None,
-        typer.Option(
-            help="Batch of all ranks at the smallest size. Default: that of the script. Needed if "
+        value_option(
+            "Batch of all ranks at the smallest size. Default: that of the script. Needed if "
             "ARGS contain {per_rank} or {global}, which become the batch of each size; {ranks} and "
             "{seed} become the number of ranks and of the repeat.",
-            metavar="N",
+            "N",
+            panel=MEASUREMENT,
             min=1,
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
         ),
     ] = None
     layout: Annotated[
         str | None,
-        typer.Option(
-            help="Layout of the models of world.distribute at every size, such as 'zero3' or "
+        value_option(
+            "Layout of the models of world.distribute at every size, such as 'zero3' or "
             "'dp x tp2': the data ranks grow. Default: that of the script.",
-            metavar="LAYOUT",
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
+            "LAYOUT",
+            panel=MEASUREMENT,
         ),
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option(
-            help="Optimizer steps measured in each run; further ones are run as a warm-up. "
+        value_option(
+            "Optimizer steps measured in each run; further ones are run as a warm-up. "
             "Default: 20 to 400, depending on --minutes.",
-            metavar="N",
+            "N",
+            panel=MEASUREMENT,
             min=6,
-            show_default=False,
-            rich_help_panel=MEASUREMENT,
         ),
     ] = None
     precision: Annotated[
         str,
-        typer.Option(
-            help="Repeat the runs of a size until its throughput is known this precisely (half of "
+        value_option(
+            "Repeat the runs of a size until its throughput is known this precisely (half of "
             "the 90 % interval), 3 to 12 times.",
-            metavar="PERCENT",
-            rich_help_panel=MEASUREMENT,
+            "PERCENT",
+            panel=MEASUREMENT,
+            show_default=True,
         ),
     ] = "3%"
     efficiency: Annotated[
         float,
-        typer.Option(
-            help="Lowest efficiency of a size that is worthwhile.",
-            metavar="SHARE",
+        value_option(
+            "Lowest efficiency of a size that is worthwhile.",
+            "SHARE",
+            panel=MEASUREMENT,
             min=0.01,
             max=1.0,
-            rich_help_panel=MEASUREMENT,
+            show_default=True,
         ),
     ] = 0.8
     oversubscribe: Annotated[
         bool,
-        typer.Option(
-            "--oversubscribe",
-            help="Allow more ranks than cores or GPUs.",
-            rich_help_panel=MEASUREMENT,
-        ),
+        flag("--oversubscribe", "Allow more ranks than cores or GPUs.", panel=MEASUREMENT),
     ] = False
     beside: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--side-by-side",
-            help="On several hosts: run sizes at the same time that fit on different hosts. They "
+            "On several hosts: run sizes at the same time that fit on different hosts. They "
             "share the network, and may disturb each other.",
-            rich_help_panel=MEASUREMENT,
+            panel=MEASUREMENT,
         ),
     ] = False
     until: Annotated[
         str | None,
-        typer.Option(
-            help="Train every size until a value of world.log meets this comparison, and report "
+        value_option(
+            "Train every size until a value of world.log meets this comparison, and report "
             "the time and the node-hours until then: 'accuracy>=0.97'.",
-            metavar="'NAME>=VALUE'",
-            show_default=False,
-            rich_help_panel=TARGET,
+            "'NAME>=VALUE'",
+            panel=TARGET,
         ),
     ] = None
     metric: Annotated[
         str | None,
-        typer.Option(
-            help="With --until and --critical-batch: regular expression for lines of the output, "
+        value_option(
+            "With --until and --critical-batch: regular expression for lines of the output, "
             "with a group for the value, or the name of a value of world.log.",
-            metavar="REGEX|NAME",
-            show_default=False,
-            rich_help_panel=TARGET,
+            "REGEX|NAME",
+            panel=TARGET,
         ),
     ] = None
     seeds: Annotated[
         int | None,
-        typer.Option(
-            help="With --until and --critical-batch: number of runs of each size, each with "
+        value_option(
+            "With --until and --critical-batch: number of runs of each size, each with "
             "another seed. Default: 3.",
-            metavar="N",
+            "N",
+            panel=TARGET,
             min=1,
             max=100,
-            show_default=False,
-            rich_help_panel=TARGET,
         ),
     ] = None
     critical: critical_batch.CriticalOptions

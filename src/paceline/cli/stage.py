@@ -11,7 +11,12 @@ import typer
 
 from .common.base import DATASETS, app, examples, exit_on_mistake
 from .common.command import Command, print_json, with_options
-from .common.options import HostAndEnvOptions, Json
+from .common.options import (
+    HostAndEnvOptions,
+    Json,
+    flag,
+    value_option,
+)
 from .common.sizes import bytes_of
 from .pack import progress
 
@@ -43,18 +48,17 @@ def stage(
     ] = None,
     room: Annotated[
         str | None,
-        typer.Option(
-            help="Maximum size of all staged datasets on a node: 100G. Default: 90 % of the free "
+        value_option(
+            "Maximum size of all staged datasets on a node: 100G. Default: 90 % of the free "
             "space; in memory, of what the job may still use.",
-            metavar="SIZE",
-            show_default=False,
+            "SIZE",
         ),
     ] = None,
     shared: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--shared",
-            help="Share the copy with the group that owns SOURCE, which must be able to read it "
+            "Share the copy with the group that owns SOURCE, which must be able to read it "
             "there. Default: only you can read it.",
         ),
     ] = False,

@@ -7,7 +7,14 @@ import typer
 
 from ..launch.job import Job
 from .common.base import RUN, app, examples, exit_on_mistake
-from .common.options import Args, Module, Script
+from .common.command import refuse_script
+from .common.options import (
+    Args,
+    Module,
+    Script,
+    flag,
+    value_option,
+)
 from .common.script_options import ScriptCommand
 
 RESOURCES = "Resources"
@@ -40,180 +47,156 @@ class SubmitCommand(ScriptCommand):
 def submit(
     script: Script,
     args: Args = None,
-    nodes: Annotated[int, typer.Option(help="Number of nodes.", metavar="N")] = 1,
+    nodes: Annotated[int, value_option("Number of nodes.", "N", show_default=True)] = 1,
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(help="Number of GPUs on each node.", metavar="N", show_default=False),
+        value_option("Number of GPUs on each node.", "N"),
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option(
-            help="Time limit: 2:00:00, 90min, 2h, 1-12:00:00. Default: that of the queue.",
-            metavar="TIME",
-            show_default=False,
+        value_option(
+            "Time limit: 2:00:00, 90min, 2h, 1-12:00:00. Default: that of the queue.", "TIME"
         ),
     ] = None,
     queue: Annotated[
         str | None,
-        typer.Option(
-            "--queue", "--partition", help="Queue or partition.", metavar="NAME", show_default=False
-        ),
+        value_option("Queue or partition.", "NAME", "--queue", "--partition"),
     ] = None,
     account: Annotated[
         str | None,
-        typer.Option(help="Account or project to charge.", metavar="NAME", show_default=False),
+        value_option("Account or project to charge.", "NAME"),
     ] = None,
     requeue: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--requeue",
-            help="Requeue the job until the script completes: after a lost node, and (Slurm, LSF) "
+            "Requeue the job until the script completes: after a lost node, and (Slurm, LSF) "
             "after exit code 75 (time limit, checkpoint written).",
         ),
     ] = False,
     module: Module = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script, and submit nothing.")
+        bool, flag("--dry-run", "Print the batch script, and submit nothing.")
     ] = False,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(
-            help="Number of ranks on each node. Default: one for each GPU; one without GPUs.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=RESOURCES,
+        value_option(
+            "Number of ranks on each node. Default: one for each GPU; one without GPUs.",
+            "N",
+            panel=RESOURCES,
         ),
     ] = None,
     cpus_per_rank: Annotated[
         int | None,
-        typer.Option(
-            help="Cores of each rank.", metavar="N", show_default=False, rich_help_panel=RESOURCES
-        ),
+        value_option("Cores of each rank.", "N", panel=RESOURCES),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of each node: 64G.",
-            metavar="SIZE",
-            show_default=False,
-            rich_help_panel=RESOURCES,
-        ),
+        value_option("Memory of each node: 64G.", "SIZE", panel=RESOURCES),
     ] = None,
     switches: Annotated[
         str | None,
-        typer.Option(
-            help="Maximum number of leaf switches over which the nodes are spread. 1@30min: after "
+        value_option(
+            "Maximum number of leaf switches over which the nodes are spread. 1@30min: after "
             "30 minutes in the queue more are accepted. Slurm: --switches; LSF: compute units "
             "(cu[maxcus=N]); PBS Pro: 1 only (place=group=switch).",
-            metavar="N[@TIME]",
-            show_default=False,
-            rich_help_panel=RESOURCES,
+            "N[@TIME]",
+            panel=RESOURCES,
         ),
     ] = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(
-            help="slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
-            metavar="NAME",
-            show_default=False,
-            rich_help_panel=SCHEDULER,
+        value_option(
+            "slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
+            "NAME",
+            panel=SCHEDULER,
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(
-            help="Name of the job. Default: that of the script.",
-            metavar="NAME",
-            show_default=False,
-            rich_help_panel=SCHEDULER,
-        ),
+        value_option("Name of the job. Default: that of the script.", "NAME", panel=SCHEDULER),
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option(
-            help="File for the output of the job, with the scheduler's placeholders (Slurm: %j, "
+        value_option(
+            "File for the output of the job, with the scheduler's placeholders (Slurm: %j, "
             "%A_%a; LSF: %J, %I). Default: name and number of the job, in the "
             "working directory.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=SCHEDULER,
+            "FILE",
+            panel=SCHEDULER,
         ),
     ] = None,
     array: Annotated[
         str | None,
-        typer.Option(
-            help="Submit a job array: 0-15, or 0-15%4 for at most 4 at once. The script reads its "
+        value_option(
+            "Submit a job array: 0-15, or 0-15%4 for at most 4 at once. The script reads its "
             "number from the environment variable PACELINE_TRIAL.",
-            metavar="RANGE",
-            show_default=False,
-            rich_help_panel=SCHEDULER,
+            "RANGE",
+            panel=SCHEDULER,
         ),
     ] = None,
     warn: Annotated[
         int | None,
-        typer.Option(
-            help="Seconds before the time limit at which the scheduler sends SIGUSR1 (Slurm; LSF "
+        value_option(
+            "Seconds before the time limit at which the scheduler sends SIGUSR1 (Slurm; LSF "
             "in minutes; not PBS), so that world.epochs writes a checkpoint and the job ends with "
             "exit code 75. 0: no signal. Default: 120 if --time is at least 10 minutes.",
-            metavar="SECONDS",
-            show_default=False,
-            rich_help_panel=SCHEDULER,
+            "SECONDS",
+            panel=SCHEDULER,
         ),
     ] = None,
     setup: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Shell command to run before the ranks start: 'module load cuda'. May be "
-            "repeated.",
-            metavar="LINE",
-            rich_help_panel=SCHEDULER,
+        value_option(
+            "Shell command to run before the ranks start: 'module load cuda'. May be repeated.",
+            "LINE",
+            panel=SCHEDULER,
         ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be "
+        value_option(
+            "Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be "
             "repeated.",
-            metavar="OPTION",
-            rich_help_panel=SCHEDULER,
+            "OPTION",
+            panel=SCHEDULER,
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            help="Number of restarts after failures, within the job.",
-            metavar="N",
+        value_option(
+            "Number of restarts after failures, within the job.",
+            "N",
+            panel=TRAINING,
             min=0,
-            rich_help_panel=TRAINING,
+            show_default=True,
         ),
     ] = 0,
     min_hosts: Annotated[
         int | None,
-        typer.Option(
-            help="With --max-restarts: continue without lost nodes, if at least this many remain. "
+        value_option(
+            "With --max-restarts: continue without lost nodes, if at least this many remain. "
             "The batch script asks the scheduler to keep the job after the loss of a node (Slurm, "
             "PBS Pro).",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=TRAINING,
+            "N",
+            panel=TRAINING,
         ),
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(
-            help="Record what every rank does into this folder. Each job of an array gets a "
+        value_option(
+            "Record what every rank does into this folder. Each job of an array gets a "
             "separate subfolder.",
-            metavar="DIR",
-            show_default=False,
-            rich_help_panel=TRAINING,
+            "DIR",
+            panel=TRAINING,
         ),
     ] = None,
     run_option: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Any other option of paceline run: --run-option=--bind=core. May be repeated.",
-            metavar="OPTION",
-            rich_help_panel=TRAINING,
+        value_option(
+            "Any other option of paceline run: --run-option=--bind=core. May be repeated.",
+            "OPTION",
+            panel=TRAINING,
         ),
     ] = None,
 ) -> None:
@@ -230,6 +213,8 @@ def submit(
     from ..launch.submit import submit as command
 
     with exit_on_mistake():
+        if output is not None:
+            refuse_script(Path(output), "--output")
         kind = command.scheduler(scheduler)
         limit = None if time is None else said.seconds(time)
         batch = said.Batch(

@@ -7,7 +7,11 @@ import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, Command, json_output
-from .common.options import Json
+from .common.options import (
+    Json,
+    flag,
+    value_option,
+)
 
 
 @app.command(
@@ -31,14 +35,12 @@ def top(
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option(
-            help="Name of a running job, as paceline top lists them.",
-            metavar="NAME",
-            show_default=False,
-        ),
+        value_option("Name of a running job, as paceline top lists them.", "NAME"),
     ] = None,
-    every: Annotated[float, typer.Option(help="Seconds between views.", metavar="SECONDS")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one view and exit.")] = False,
+    every: Annotated[
+        float, value_option("Seconds between views.", "SECONDS", show_default=True)
+    ] = 2.0,
+    once: Annotated[bool, flag("--once", "Show one view and exit.")] = False,
     json: Json = None,
 ) -> None:
     """Watch a running job: speed, states, who waits for whom, and collectives that hang.

@@ -12,8 +12,16 @@ import typer
 
 from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import Command, can_be_written, json_output, with_options
-from .common.options import HostOptions, Json, Pack, Stage
+from .common.command import Command, json_output, with_options
+from .common.options import (
+    HostOptions,
+    Json,
+    Pack,
+    Stage,
+    flag,
+    output_option,
+    value_option,
+)
 from .common.stage_before_run import sets_of
 from .common.study_outputs import FILES, HtmlFile
 
@@ -28,44 +36,29 @@ class TuningOutputs:
     json: Json = None
     best: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the parameters of the best trial to this file (TOML).",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
+        output_option("Write the parameters of the best trial to this file (TOML).", panel=FILES),
     ] = None
     csv: Annotated[
         Path | None,
-        typer.Option(
-            help="Write all trials to this file: one line for each.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
+        output_option("Write all trials to this file: one line for each.", panel=FILES),
     ] = None
     html: HtmlFile = None
     tensorboard: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the trials into this folder for TensorBoard's HParams. Needs the package "
+        value_option(
+            "Write the trials into this folder for TensorBoard's HParams. Needs the package "
             "tensorboard.",
-            metavar="DIR",
-            show_default=False,
-            rich_help_panel=FILES,
+            "DIR",
+            panel=FILES,
         ),
     ] = None
 
     def check(self) -> None:
-        """Check that the files can be written, before trials that take hours.
+        """Check --tensorboard, before trials that take hours. Options check the files.
 
         Raises:
-            ValueError: One can't be written, or the package tensorboard is not installed.
+            ValueError: The folder can't be written, or the package tensorboard is not installed.
         """
-        for name in ("best", "csv"):
-            path = getattr(self, name)
-            if path is not None:
-                can_be_written(path, f"--{name}")
         if self.tensorboard is not None:
             from ..report.tuning.tuning_files import check_folder
 
@@ -173,30 +166,29 @@ def tune(
     ],
     continued: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--continue",
-            help="Continue the study: run again the trials that were interrupted, and the rest of "
+            "Continue the study: run again the trials that were interrupted, and the rest of "
             "the budget.",
         ),
     ] = False,
     fork: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--fork",
-            help="Begin a new study with the changed file, in the same journal, with the complete "
+            "Begin a new study with the changed file, in the same journal, with the complete "
             "trials that still fit.",
         ),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the study, and write files. Nothing is run.")
+        bool, flag("--show", "Print the study, and write files. Nothing is run.")
     ] = False,
     minutes: Annotated[
         float | None,
-        typer.Option(
-            help="Maximum duration of this call. Default: minutes of the study file.",
-            metavar="MINUTES",
+        value_option(
+            "Maximum duration of this call. Default: minutes of the study file.",
+            "MINUTES",
             min=0.05,
-            show_default=False,
         ),
     ] = None,
     files: TuningOutputs,

@@ -21,6 +21,8 @@ from .common.options import (
     Seeds,
     Settings,
     launch_words,
+    output_option,
+    value_option,
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
@@ -38,29 +40,22 @@ class VerifyOptions:
     script: ScriptOptions
     minutes: Annotated[
         float,
-        typer.Option(
-            help="Maximum duration of all runs together.",
-            metavar="MINUTES",
-            min=0.2,
+        value_option(
+            "Maximum duration of all runs together.", "MINUTES", min=0.2, show_default=True
         ),
     ] = 5.0
     html: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a page with the findings and charts to this file, for any browser.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        output_option("Write a page with the findings and charts to this file, for any browser."),
     ] = None
     json: Json = None
     accept: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Accept a difference from one process that is meant, and that an experiment "
+        value_option(
+            "Accept a difference from one process that is meant, and that an experiment "
             "confirms: batch-norm, random-numbers, padding, part-loss or own-loss. May be "
             "repeated.",
-            metavar="NAME",
-            show_default=False,
+            "NAME",
         ),
     ] = None
     settings: Settings = None

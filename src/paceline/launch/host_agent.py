@@ -23,6 +23,7 @@ from ..cluster.rank_identity import launched_by
 from ..comm.reachable_address import Listener, try_all, variables
 from ..record.ring.tail import MAX_RECORD_BYTES
 from ..security.files import read_regular
+from . import job_folder
 from .affinity import bind_ranks
 from .affinity.node_share import take_share
 from .channel import START_MARKER, Channel, InvalidMessageError
@@ -34,7 +35,6 @@ from .ranks.connection_owner import Endpoint, connection_owner
 from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
-from .records import job_folder
 from .remote.agent_lock import (
     HeldByOtherUserError,
     LauncherNotFoundError,

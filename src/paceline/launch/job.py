@@ -21,9 +21,9 @@ from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
 from ..plurals import counted
 from ..security.processes import import_folders, module_folders
-from . import requeue
+from . import job_folder, requeue
 from .guard.request import GuardRequest
-from .records import job_folder
+from .options import AUTO, RankSettings
 
 # Memory of a rank without data, in bytes (proportional share, measured with a tiny model).
 RANK_BYTES = 64 << 20
@@ -34,14 +34,13 @@ OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOA
 READ_AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONWARNINGS")
 MIN_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 8
 MIN_ADDRESS_SPACE_BYTES = 1 << 30  # of a process that has imported a CPU build of PyTorch
-AUTO = "auto"  # bind ranks only if the cores are reserved for this job
 # Imported before the fork if the script imports them: they are slow to import and have no side
 # effects.
 PRELOADED = ("torch", "numpy", "scipy", "sklearn", "pandas", "PIL")
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankSettings):
     """The job that the user requested.
 
     Attributes:
@@ -51,20 +50,12 @@ class Job:
         ranks: Number of ranks on this host.
         max_restarts: Maximum number of restarts after a failure.
         min_hosts: Minimum number of hosts for an attempt; None: as many as at the start.
-        fresh: Whether each rank gets a new Python interpreter.
-        threads: Value of OMP_NUM_THREADS; None: derived from the binding.
-        bind: What ranks are bound to: AUTO or one of ``binding_plan.KINDS``.
-        cpus_per_rank: Cores per rank, or None.
-        smt: Whether a rank has one thread per hardware thread of its cores.
         report_bindings: Whether to report the bindings.
         share: The part of each node that this job gets, beside other jobs: first core, number of
             cores, first GPU, number of GPUs, of those that it may use; None: all.
         granted: Number of CPUs of this host that the scheduler has granted to the job: cores or
             hardware threads, as it counts; None: unknown.
         port: Port of the ranks' store; 0: any free port.
-        hang_timeout: Seconds without progress before the job is considered hung; 0: never. None:
-            300, and the job is ended only if ranks wait in a collective that
-            can't complete.
         summary: File for the JSON summary, or None.
         record: Folder for the record, or None.
         count_flops: Whether to count the FLOPs of one recorded step.
@@ -77,6 +68,7 @@ class Job:
         guard: What holds the loss against a reference, or None.
         horovod: What ``import horovod`` finds: a value of ``horovod_import``.
         watch: What the ranks send of each step: value of PACELINE_GUARD; "" for nothing.
+        env: Values of --env, as reports repeat them in commands.
     """
 
     name: str
@@ -85,16 +77,10 @@ class Job:
     ranks: int = 1
     max_restarts: int = 0
     min_hosts: int | None = None
-    fresh: bool = False
-    threads: int | None = None
-    bind: str = AUTO
-    cpus_per_rank: int | None = None
-    smt: bool | None = None
     report_bindings: bool = False
     share: tuple[int, int, int, int] | None = None
     granted: int | None = None
     port: int = 0
-    hang_timeout: float | None = None
     summary: Path | None = None
     record: Path | None = None
     count_flops: bool = False
@@ -106,6 +92,7 @@ class Job:
     guard: GuardRequest | None = None
     watch: str = ""
     horovod: str = horovod_import.AUTO
+    env: list[str] = field(default_factory=list)
 
     @property
     def words(self) -> list[str]:

@@ -14,6 +14,7 @@ from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
 from ..comm.reachable_address import asked, choose, others_of
 from ..plurals import counted
 from ..security.run_lock import RunLock
+from . import job_folder
 from .job import Job, check
 from .layout import format_layout, make_seats, ranks_per_host
 from .linux_prctl import SUBREAPER, prctl
@@ -21,7 +22,6 @@ from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, r
 from .monitor.live_records import LiveRecordServer
 from .options import LaunchOptions
 from .ranks.process_groups import end_remaining_children
-from .records import job_folder
 from .recovery.discovery import HostDiscovery
 from .recovery.rejoin import JoiningHosts
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts

@@ -1,4 +1,4 @@
-"""The options with which a job is started: on which nodes, with how many ranks, or only shown."""
+"""The options with which a job is started: nodes, ranks and how these run, or only shown."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +28,31 @@ class NodeOptions:
         words = ["-H", self.hosts] if self.hosts else []
         words += ["--hostfile", str(self.hostfile)] if self.hostfile else []
         return words + (["--launcher", self.launcher] if self.launcher else [])
+
+
+AUTO = "auto"  # bind ranks only if the cores are reserved for this job
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """How each rank runs, and when it hangs.
+
+    Attributes:
+        bind: What ranks are bound to: AUTO or one of ``binding_plan.KINDS``.
+        threads: Value of OMP_NUM_THREADS; None: derived from the binding.
+        cpus_per_rank: Cores per rank, or None.
+        smt: Whether a rank has one thread per hardware thread of its cores.
+        fresh: Whether each rank gets a new Python interpreter.
+        hang_timeout: Seconds without progress before the job is considered hung; 0: never. None:
+            300, and the job is ended only if ranks wait in a collective that can't complete.
+    """
+
+    bind: str = AUTO
+    threads: int | None = None
+    cpus_per_rank: int | None = None
+    smt: bool | None = None
+    fresh: bool = False
+    hang_timeout: float | None = None
 
 
 class Preview(Enum):

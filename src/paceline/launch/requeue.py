@@ -11,7 +11,7 @@ import time
 
 from ..cluster.schedulers import time_limit
 from ..cluster.schedulers.env_numbers import Environment
-from ..security.processes import program_command
+from ..security.processes import run_program
 
 STOPPED_EARLY_EXIT_CODE = 75  # of ranks that stopped early (world.early_exit); EX_TEMPFAIL
 QUERY_TIMEOUT_S = 10.0
@@ -73,7 +73,6 @@ def requeue() -> None:
 
 def _run_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
     try:
-        words = program_command(*command)
-        return subprocess.run(words, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
+        return run_program(*command, seconds=QUERY_TIMEOUT_S)
+    except OSError:
         return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..comm.reachable_address import variables as interface_variables
 from ..security.run_lock import RunLock
+from . import job_folder
 from .job import Job, check, preloads, variables
 from .layout import make_seats
 from .linux_prctl import SUBREAPER, prctl
@@ -19,7 +20,6 @@ from .monitor import live_records
 from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, raise_on_termination
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
-from .records import job_folder
 from .requeue import requeue
 from .summary import print_summary
 
@@ -73,7 +73,7 @@ def _run(
     try:
         if job.record is not None:
             lock = job_folder.lock_record(job.record, folder.name)
-            job_folder.write_destination(folder, job.record, command, folder.name)
+            job_folder.write_destination(folder, job.record, command, folder.name, job.env)
         else:
             job_folder.try_write_label(folder, command, folder.name)
         server = start_server(folder, preloads(job, source))

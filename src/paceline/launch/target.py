@@ -3,22 +3,20 @@
 import functools
 import os
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cluster.rank_identity import launched_by
-from ..cluster.schedulers import flux
 from ..cluster.schedulers.allocation import Allocation
-from ..cluster.schedulers.detect import find_allocation
+from ..cluster.schedulers.detect import find_allocation, flux_allocation
 from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from ..cluster.topology.local_resources import numa_domain_count
 from ..cluster.topology.network_interfaces import is_local_host
 from ..cluster.topology.visible_gpus import gpu_count
 from ..plurals import counted
-from ..security.processes import program_command
+from ..security.processes import run_program
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .options import NodeOptions
@@ -157,17 +155,12 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
         return found
     # Flux is the only scheduler that provides the host list only by a command.
     try:
-        asked = subprocess.run(
-            program_command("flux", "getattr", "hostlist"),
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        asked = run_program("flux", "getattr", "hostlist", seconds=30.0)
+    except OSError as error:
         raise ValueError(f"Flux job {found.job}: `flux getattr hostlist`: {error}") from None
     if asked.returncode:
         raise ValueError(f"Flux job {found.job}: {asked.stderr.strip()}")
-    return flux.allocation(environment, asked.stdout.strip())
+    return flux_allocation(environment, asked.stdout.strip())
 
 
 def plan_job(job: Job, where: Target, ranks: int | None, variables: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import stat
+import subprocess
 import sys
 
 from .folders import writable_by_others
@@ -46,6 +47,27 @@ def program_command(name: str, *words: str) -> list[str]:
     if found is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     return [found, *words]
+
+
+def run_program(
+    name: str, *words: str, seconds: float | None = None, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on PATH to its end, and return its exit code and output.
+
+    Args:
+        seconds: Time limit, or None.
+        text: Its standard input; None: that of this process.
+
+    Raises:
+        OSError: It can't be started, or does not end in time.
+    """
+    command = program_command(name, *words)
+    try:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{name} has not ended after {seconds:g} s") from None
 
 
 def import_folders(folder: str) -> list[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import ranks
 
+from paceline.launch import job_folder
 from paceline.launch.monitor import live_records, rank_stacks
-from paceline.launch.records import job_folder
 
 # Train until the file "end" exists in the script's folder; rank 1 is the slowest rank.
 TRAIN = """

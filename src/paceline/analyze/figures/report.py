@@ -149,6 +149,7 @@ class Report:
     mesh: dict[int, dict[str, int]] = field(default_factory=dict)
     axes: list[MeshAxis] = field(default_factory=list)  # of the mesh; empty where "data" is alone
     pipeline: PipelineFigures | None = None
+    env: list[str] = field(default_factory=list)  # values of --env, without secrets
 
     def named(self, ranks: Sequence[int], host: str = "") -> str:
         """Format ranks with the place in the mesh that they share, and their host."""
@@ -212,6 +213,7 @@ def analyse_with_window(
     report = Report(
         name=run.name,
         command=run.command,
+        env=run.env,
         ranks=[record.rank for record in records],
         size=max(int(record.meta["size"]) for record in records),
         hosts=[record.host for record in records],

@@ -32,6 +32,7 @@ class Run:
     refused: list[str] = field(default_factory=list)  # files that are not valid, with the reason
     command: list[str] = field(default_factory=list)
     running: bool = False  # the job is not finished; the records end now
+    env: list[str] = field(default_factory=list)  # values of --env
 
 
 def load_run(folder: Path) -> Run:
@@ -78,7 +79,9 @@ def load_run(folder: Path) -> Run:
     records.sort(key=lambda record: record.rank)
     size = max(int(record.meta["size"]) for record in records)
     missing = sorted(set(range(size)) - {record.rank for record in records})
-    return Run(str(folder), records, missing, refused, _read_command(folder))
+    label = _read_label(folder)
+    words = {name: command_words(label.get(name)) for name in ("command", "env")}
+    return Run(str(folder), records, missing, refused, **words)
 
 
 def load_record(path: Path) -> Record:
@@ -145,9 +148,9 @@ def _check_one_run(folder: Path, records: list[Record]) -> None:
         )
 
 
-def _read_command(folder: Path) -> list[str]:
+def _read_label(folder: Path) -> dict[str, Any]:
+    """Return what the launcher has written about the job; empty if it is missing or invalid."""
     try:
-        run_json = read_json(folder / "run.json", dict[str, Any], MAX_RUN_JSON_BYTES)
+        return read_json(folder / "run.json", dict[str, Any], MAX_RUN_JSON_BYTES)
     except (OSError, InvalidFileError):
-        return []
-    return command_words(run_json.get("command"))
+        return {}

@@ -16,10 +16,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ...security.outputs import write_output
-from ...security.text import printable
 
 STDOUT = Path("/dev/stdout")  # --json without a file
-OUTPUTS = ("json", "html", "timeline", "out")  # parameters that name a file to write
 
 
 class Group(TyperGroup):
@@ -68,20 +66,7 @@ class Command(TyperCommand):
         if not ctx.resilient_parsing:
             args = self.present_spelling(args)
         rest: list[str] = super().parse_args(ctx, args)
-        if not ctx.resilient_parsing:
-            self._check_outputs(ctx.params)
         return rest
-
-    def _check_outputs(self, values: dict[str, Any]) -> None:
-        """Refuse a file that can't be written, or is a script, before work that takes minutes."""
-        for name in OUTPUTS:
-            path = values.get(name)
-            if path is not None and path != STDOUT:
-                try:
-                    can_be_written(Path(path), f"--{name}")
-                except ValueError as mistake:
-                    typer.echo(f"paceline: {printable(str(mistake))}", err=True)
-                    raise typer.Exit(2) from None
 
     def present_spelling(self, words: list[str]) -> list[str]:
         """Return the arguments of the command with present spellings of its own options.
@@ -132,15 +117,20 @@ def can_be_written(path: Path, option: str) -> None:
     Raises:
         ValueError: The path is a folder or a Python file, or its folder does not exist.
     """
-    if path.suffix == ".py":  # a forgotten FILE: the script would be overwritten
-        raise ValueError(
-            f"{option} needs the name of a file to write, not {path}. HINT: {option} FILE {path}"
-        )
+    refuse_script(path, option)
     why = "it is a folder" if path.is_dir() else ""
     why = why or ("" if path.parent.is_dir() else f"{path.parent} is not a folder")
     if why:
         raise ValueError(
             f"{option} {path} can't be written: {why}. HINT: name a file in a folder that exists"
+        )
+
+
+def refuse_script(path: Path, option: str) -> None:
+    """Raise ValueError if the file to write is a Python file: a forgotten FILE would destroy it."""
+    if path.suffix == ".py":
+        raise ValueError(
+            f"{option} needs the name of a file to write, not {path}. HINT: {option} FILE {path}"
         )
 
 

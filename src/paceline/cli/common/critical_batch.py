@@ -9,6 +9,7 @@ import typer
 
 from ...security.text import printable
 from .command import STDOUT, json_output
+from .options import flag, value_option
 from .study_jobs import OF_JOBS
 from .study_outputs import OUTPUTS, StudyOutputs
 
@@ -30,43 +31,40 @@ class CriticalOptions:
 
     critical: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--critical-batch",
-            help="Measure up to which batch a training needs no more samples: short runs from the "
+            "Measure up to which batch a training needs no more samples: short runs from the "
             "script's checkpoint with multiples of its batch, on one number of ranks (-n), "
             "compared after the same samples. The gradient noise scale of the same runs is printed "
             "with it.",
-            rich_help_panel=CRITICAL,
+            panel=CRITICAL,
         ),
     ] = False
     multiples: Annotated[
         str | None,
-        typer.Option(
-            help="Multiples of the batch. A multiple that does not fit into memory is accumulated "
+        value_option(
+            "Multiples of the batch. A multiple that does not fit into memory is accumulated "
             f"in parts, if world.distribute is used. Default: {DEFAULT_MULTIPLES}.",
-            metavar="K,K,...",
-            show_default=False,
-            rich_help_panel=CRITICAL,
+            "K,K,...",
+            panel=CRITICAL,
         ),
     ] = None
     tolerance: Annotated[
         str | None,
-        typer.Option(
-            help="Difference of the smoothed loss up to which a batch is as good as the script's "
+        value_option(
+            "Difference of the smoothed loss up to which a batch is as good as the script's "
             "own. Default: 1%.",
-            metavar="PERCENT",
-            show_default=False,
-            rich_help_panel=CRITICAL,
+            "PERCENT",
+            panel=CRITICAL,
         ),
     ] = None
     rule: Annotated[
         str | None,
-        typer.Option(
-            help="How the learning rate follows the batch: linear or sqrt. Default: sqrt for "
+        value_option(
+            "How the learning rate follows the batch: linear or sqrt. Default: sqrt for "
             "optimizers such as Adam, linear for SGD.",
-            metavar="RULE",
-            show_default=False,
-            rich_help_panel=CRITICAL,
+            "RULE",
+            panel=CRITICAL,
         ),
     ] = None
 

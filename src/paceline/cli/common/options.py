@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...launch.guard.request import DIVERGED_EXIT_CODE, Action
-from ...launch.options import NodeOptions
+from ...launch.options import AUTO, NodeOptions, RankSettings
 from ...security.text import printable
-from .command import can_be_written
+from .base import exit_on_mistake
+from .command import STDOUT, can_be_written
 
 if TYPE_CHECKING:  # every command imports this module
     from ...knobs.tuning import Tuning
@@ -24,6 +25,55 @@ RECORDING = "Recording"
 GUARD = "Convergence"
 LAYOUTS = "Layouts and rehearsal"
 
+
+def value_option(
+    text: str,
+    metavar: str,
+    *names: str,
+    panel: str | None = None,
+    show_default: bool = False,
+    **others: Any,
+) -> Any:
+    """Return an option with a value.
+
+    Args:
+        text: Help, which describes the default unless that is shown.
+        metavar: Name of the value in the help.
+        names: As typed; by default that of the parameter.
+        panel: Heading in the help.
+        show_default: Whether the help shows the default of the parameter.
+        others: Arguments of ``typer.Option``, such as ``min``.
+    """
+    return typer.Option(
+        *names,
+        help=text,
+        metavar=metavar,
+        show_default=show_default,
+        rich_help_panel=panel,
+        **others,
+    )
+
+
+def flag(name: str, text: str, panel: str | None = None) -> Any:
+    """Return an option without a value."""
+    return typer.Option(name, help=text, rich_help_panel=panel)
+
+
+def output_option(text: str, *names: str, metavar: str = "FILE", **others: Any) -> Any:
+    """Return an option that names a file to write, which is checked before any work begins."""
+    return value_option(text, metavar, *names, callback=_check_output, **others)
+
+
+def _check_output(
+    context: typer.Context, parameter: typer.CallbackParam, path: Path | None
+) -> Path | None:
+    """Refuse a file that can't be written, or is a script, before work that takes minutes."""
+    if path is not None and path != STDOUT and not context.resilient_parsing:
+        with exit_on_mistake():
+            can_be_written(path, max(parameter.opts, key=len))
+    return path
+
+
 Script = Annotated[
     str, typer.Argument(help="Training script, or module with -m.", metavar="SCRIPT")
 ]
@@ -37,23 +87,21 @@ Args = Annotated[
 ]
 Stage = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="Copy this packed dataset to $PACELINE_STAGE on each node during the training "
+    value_option(
+        "Copy this packed dataset to $PACELINE_STAGE on each node during the training "
         "(see paceline stage). May be repeated.",
-        metavar="DATASET",
-        show_default=False,
-        rich_help_panel=DATA,
+        "DATASET",
+        panel=DATA,
     ),
 ]
 Pack = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Source from which the dataset of --stage is packed first if it does not exist, "
+    value_option(
+        "Source from which the dataset of --stage is packed first if it does not exist, "
         "with options of paceline pack: --pack 'photos/ --resize 256'. The second --pack "
         "belongs to the second --stage.",
-        metavar="'SOURCE ...'",
-        show_default=False,
-        rich_help_panel=DATA,
+        "'SOURCE ...'",
+        panel=DATA,
     ),
 ]
 Module = Annotated[
@@ -61,27 +109,25 @@ Module = Annotated[
 ]
 References = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--reference",
-        help="Hold the loss of the job against this reference, and report where it leaves its "
+    value_option(
+        "Hold the loss of the job against this reference, and report where it leaves its "
         "band: a file of --make-reference, a record folder with losses, or with --metric the "
         "output of a run. May be repeated.",
-        metavar="PATH",
-        show_default=False,
-        rich_help_panel=GUARD,
+        "PATH",
+        "--reference",
+        panel=GUARD,
     ),
 ]
 MetricOption = Annotated[
     str | None,
-    typer.Option(
-        "--metric",
-        help="Value to hold against the reference: backward (the loss of each backward), the name "
+    value_option(
+        "Value to hold against the reference: backward (the loss of each backward), the name "
         "of a value of world.log, or a regular expression for lines of the output, with a group "
         "for the value and optional groups named step and samples. Default: that of the "
         "reference, or backward. With --record, the values are stored in the record folder.",
-        metavar="NAME|REGEX",
-        show_default=False,
-        rich_help_panel=GUARD,
+        "NAME|REGEX",
+        "--metric",
+        panel=GUARD,
     ),
 ]
 OnDivergence = Annotated[
@@ -95,104 +141,90 @@ OnDivergence = Annotated[
 ]
 Until = Annotated[
     str | None,
-    typer.Option(
-        "--until",
-        help="End the job with exit code 0 when a value of world.log meets this comparison: "
+    value_option(
+        "End the job with exit code 0 when a value of world.log meets this comparison: "
         "'accuracy>=0.97'. With --metric: the values of the metric. A script with "
         "world.epochs(checkpoint=...) writes a checkpoint first.",
-        metavar="'NAME>=VALUE'",
-        show_default=False,
-        rich_help_panel=GUARD,
+        "'NAME>=VALUE'",
+        "--until",
+        panel=GUARD,
     ),
 ]
 MakeReference = Annotated[
     Path | None,
-    typer.Option(
-        help="Train SCRIPT on one rank with several seeds, and write its losses to this file or "
+    value_option(
+        "Train SCRIPT on one rank with several seeds, and write its losses to this file or "
         "folder, the reference for paceline run --reference. {seed} in ARGS becomes the number of "
         "the seed; without it, the order of samples and random draws differ, and the initial "
         "parameters where paceline.init sets the seed. paceline run and paceline verify have this "
         "option, and do the same.",
-        metavar="PATH",
-        show_default=False,
-        rich_help_panel=GUARD,
+        "PATH",
+        panel=GUARD,
     ),
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(
-        help="Number of runs of --make-reference. Default: 3.",
-        metavar="N",
-        min=1,
-        show_default=False,
-        rich_help_panel=GUARD,
-    ),
+    value_option("Number of runs of --make-reference. Default: 3.", "N", panel=GUARD, min=1),
 ]
 Settings = Annotated[
     Path | None,
-    typer.Option(
-        help="Apply the knobs of this settings file (diagnose --save-settings) to every rank: "
+    value_option(
+        "Apply the knobs of this settings file (diagnose --save-settings) to every rank: "
         "loader workers, DDP's buckets, threads and others.",
-        metavar="FILE",
-        show_default=False,
+        "FILE",
     ),
 ]
 
 
 Horovod = Annotated[
     str | None,
-    typer.Option(
-        "--horovod",
-        help="What import horovod finds in SCRIPT. ours: paceline.compat.horovod, also if Horovod "
+    value_option(
+        "What import horovod finds in SCRIPT. ours: paceline.compat.horovod, also if Horovod "
         "is installed. theirs: Horovod, an error if it is not installed. off: what Python finds. "
         "Default: Horovod if it is installed, otherwise paceline.compat.horovod.",
-        metavar="off|ours|theirs",
-        show_default=False,
-        rich_help_panel=EXCHANGE,
+        "off|ours|theirs",
+        "--horovod",
+        panel=EXCHANGE,
     ),
 ]
 Exchange = Annotated[
     str | None,
-    typer.Option(
-        help="Backend of collectives between CPU ranks. paceline: shared memory within a node, one "
+    value_option(
+        "Backend of collectives between CPU ranks. paceline: shared memory within a node, one "
         "exchange per node between nodes; replaces gloo if the script requests it. gloo: do not "
         "use shared memory. Default: paceline for scripts with paceline.init() or the backend "
         "paceline.",
-        metavar="BACKEND",
-        show_default=False,
-        rich_help_panel=EXCHANGE,
+        "BACKEND",
+        panel=EXCHANGE,
     ),
 ]
 
 TuneExchange = Annotated[
     Path | None,
-    typer.Option(
-        help="Find the fastest bucket size and all-reduce algorithm for the script's DDP model, or "
+    output_option(
+        "Find the fastest bucket size and all-reduce algorithm for the script's DDP model, or "
         "the fusion threshold and cycle time of Horovod's interface, in the first hundred steps, "
         "and store them in this settings file. Later runs of the same "
         "model on as many ranks and nodes read the file. A setting is kept only if it is faster "
         "than the previous one in interleaved measurements.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=EXCHANGE,
+        panel=EXCHANGE,
     ),
 ]
 TuneCompression = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--tune-compression",
-        help="With --tune-exchange: also try gradients as bfloat16. This changes the numbers.",
-        rich_help_panel=EXCHANGE,
+        "With --tune-exchange: also try gradients as bfloat16. This changes the numbers.",
+        panel=EXCHANGE,
     ),
 ]
 Json = Annotated[
     Path | None,
-    typer.Option(
-        "--json",
-        help="Print JSON on standard output instead of a table. --json=FILE, or --json NAME.json, "
+    output_option(
+        "Print JSON on standard output instead of a table. --json=FILE, or --json NAME.json, "
         "writes it to a file, and no table is printed.",
+        "--json",
         metavar="[=FILE]",
-        show_default=False,
         readable=False,  # standard output may be a pipe that only can be written to
     ),
 ]
@@ -206,13 +238,12 @@ class ScriptOptions:
     args: Args = None
     ranks: Annotated[
         int | None,
-        typer.Option(
+        value_option(
+            "Number of ranks on all nodes. Default: one for each GPU; without GPUs, the tasks "
+            "that the scheduler sets, or one for each NUMA domain.",
+            "N",
             "-n",
             "--ranks",
-            help="Number of ranks on all nodes. Default: one for each GPU; without GPUs, the tasks "
-            "that the scheduler sets, or one for each NUMA domain.",
-            metavar="N",
-            show_default=False,
         ),
     ] = None
     module: Module = False
@@ -229,32 +260,27 @@ class HostOptions(NodeOptions):
 
     hosts: Annotated[
         str | None,
-        typer.Option(
+        value_option(
+            "Hosts, reached over ssh, with their numbers of ranks: host1:4,host2:4.",
+            "HOST[:N],...",
             "-H",
             "--hosts",
-            help="Hosts, reached over ssh, with their numbers of ranks: host1:4,host2:4.",
-            metavar="HOST[:N],...",
-            show_default=False,
-            rich_help_panel=NODES,
+            panel=NODES,
         ),
     ] = None
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            help="File with one host per line: host1, host1:4 or host1 slots=4.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=NODES,
+        value_option(
+            "File with one host per line: host1, host1:4 or host1 slots=4.", "FILE", panel=NODES
         ),
     ] = None
     launcher: Annotated[
         str | None,
-        typer.Option(
-            help="Tool that starts an agent on each node: ssh, srun, jsrun, blaunch, palsrun, "
+        value_option(
+            "Tool that starts an agent on each node: ssh, srun, jsrun, blaunch, palsrun, "
             "flux, mpirun or mpiexec. Default: that of the scheduler, or ssh.",
-            metavar="TOOL",
-            show_default=False,
-            rich_help_panel=NODES,
+            "TOOL",
+            panel=NODES,
         ),
     ] = None
 
@@ -265,48 +291,44 @@ class HostAndEnvOptions(HostOptions):
 
     env: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Set an environment variable on every rank: NAME=VALUE, or NAME to forward its "
+        value_option(
+            "Set an environment variable on every rank: NAME=VALUE, or NAME to forward its "
             "current value. May be repeated. Over ssh, PATH, VIRTUAL_ENV, OMP_*, NCCL_* and "
             "similar ones are forwarded automatically.",
-            metavar="NAME[=VALUE]",
-            show_default=False,
-            rich_help_panel=NODES,
+            "NAME[=VALUE]",
+            panel=NODES,
         ),
     ] = None
 
 
-@dataclass(frozen=True)
-class RankOptions:
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(RankSettings):
     """How ranks run: binding, threads, interpreter, and when they hang."""
 
     bind: Annotated[
         str,
-        typer.Option(
-            help="Bind ranks: core (exclusive cores, in one NUMA node if possible), device (cores "
+        value_option(
+            "Bind ranks: core (exclusive cores, in one NUMA node if possible), device (cores "
             "near its GPU), numa or socket (a whole NUMA node or socket), none; auto: device or "
             "core if the cores belong to this job alone, otherwise none.",
-            metavar="HOW",
-            rich_help_panel=BINDING,
+            "HOW",
+            panel=BINDING,
+            show_default=True,
         ),
-    ] = "auto"
+    ] = AUTO
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="Threads of each rank (OMP_NUM_THREADS, torch, TensorFlow). Default: "
+        value_option(
+            "Threads of each rank (OMP_NUM_THREADS, torch, TensorFlow). Default: "
             "OMP_NUM_THREADS, or one for each core of the rank.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=BINDING,
+            "N",
+            panel=BINDING,
         ),
     ] = None
     cpus_per_rank: Annotated[
         int | None,
-        typer.Option(
-            help="Cores of each rank. Default: an equal part of the granted cores.",
-            metavar="N",
-            show_default=False,
-            rich_help_panel=BINDING,
+        value_option(
+            "Cores of each rank. Default: an equal part of the granted cores.", "N", panel=BINDING
         ),
     ] = None
     smt: Annotated[
@@ -321,38 +343,36 @@ class RankOptions:
     ] = None
     fresh: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--fresh",
-            help="Start a new interpreter for every rank, instead of a fork of a process that has "
+            "Start a new interpreter for every rank, instead of a fork of a process that has "
             "imported torch. Set automatically if OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
             "LD_PRELOAD is set, or --env sets PYTHONHASHSEED, PYTHONOPTIMIZE, PYTHONPATH or "
             "PYTHONWARNINGS.",
-            rich_help_panel=BINDING,
+            panel=BINDING,
         ),
     ] = False
     hang_timeout: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds without progress on any rank (at least three times the longest pause so "
+        value_option(
+            "Seconds without progress on any rank (at least three times the longest pause so "
             "far) before Paceline reports a hang: which ranks are missing from which collective, "
             "with all stacks. Paceline then restarts or ends the job (exit code 124). Default: "
             "300; without this option, Paceline restarts or ends the job only if a collective "
             "cannot complete, and otherwise prints a warning. 0 disables hang detection.",
-            metavar="SECONDS",
-            show_default=False,
-            rich_help_panel=FAULTS,
+            "SECONDS",
+            panel=FAULTS,
         ),
     ] = None
 
     def words(self) -> list[str]:
         """Return the options that differ from their defaults: reports repeat them in commands."""
         words = [] if self.smt is None else ["--smt" if self.smt else "--no-smt"]
-        bind = None if self.bind == RankOptions.bind else self.bind
         return words + option_words(
             {
                 "--fresh": self.fresh,
                 "--threads": self.threads,
-                "--bind": bind,
+                "--bind": None if self.bind == AUTO else self.bind,
                 "--cpus-per-rank": self.cpus_per_rank,
                 "--hang-timeout": self.hang_timeout,
             }
@@ -440,7 +460,6 @@ def tuning_of(
                 f"--tune-exchange searches for {name}, which a setting fixes. HINT: "
                 "remove one of the two"
             )
-    can_be_written(file, "--tune-exchange")
     if file.exists():
         made(file, read(file))
     gloo = "exchange" not in knobs  # untuned all-reduces use gloo, as without this option

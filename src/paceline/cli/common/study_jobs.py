@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...security.text import printable
+from .options import flag, value_option
 
 if TYPE_CHECKING:
     from ...analyze.scaling.study_model import StudyRequest
@@ -15,76 +16,80 @@ if TYPE_CHECKING:
 JOBS = "Jobs of a scheduler"
 
 
-def _option(
-    text: str, metavar: str, *names: str, least: float | None = None
-) -> typer.models.OptionInfo:
-    """Return an option of the jobs, whose default is in its help."""
-    found: typer.models.OptionInfo = typer.Option(
-        *names, help=text, metavar=metavar, min=least, show_default=False, rich_help_panel=JOBS
-    )
-    return found
-
-
 @dataclass(frozen=True)
 class JobsOptions:
     """The options of a study's jobs, as typed."""
 
     submit: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--submit",
-            help="Submit one job for each size, and return. --continue then prints what the jobs "
-            "have measured, and submits those again that failed. --minutes is the time of each job."
-            "",
-            rich_help_panel=JOBS,
+            "Submit one job for each size, and return. --continue then prints what the jobs "
+            "have measured, and submits those again that failed. --minutes is the time of each "
+            "job.",
+            panel=JOBS,
         ),
     ] = False
     dry_run: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--dry-run",
-            help="With --submit: print the cost and the batch scripts, and submit nothing.",
-            rich_help_panel=JOBS,
+            "With --submit: print the cost and the batch scripts, and submit nothing.",
+            panel=JOBS,
         ),
     ] = False
     node_hours: Annotated[
         float | None,
-        _option("Limit of the node-hours of all jobs together.", "HOURS", least=0.001),
+        value_option(
+            "Limit of the node-hours of all jobs together.", "HOURS", min=0.001, panel=JOBS
+        ),
     ] = None
     ranks_per_node: Annotated[
         int | None,
-        _option("Ranks on a full node. Default: one for each GPU; one without GPUs.", "N", least=1),
+        value_option(
+            "Ranks on a full node. Default: one for each GPU; one without GPUs.",
+            "N",
+            min=1,
+            panel=JOBS,
+        ),
     ] = None
-    gpus_per_node: Annotated[int | None, _option("Number of GPUs on each node.", "N", least=1)] = (
+    gpus_per_node: Annotated[
+        int | None, value_option("Number of GPUs on each node.", "N", min=1, panel=JOBS)
+    ] = None
+    memory: Annotated[str | None, value_option("Memory of each node: 64G.", "SIZE", panel=JOBS)] = (
         None
     )
-    memory: Annotated[str | None, _option("Memory of each node: 64G.", "SIZE")] = None
     queue: Annotated[
-        str | None, _option("Queue or partition.", "NAME", "--queue", "--partition")
+        str | None,
+        value_option("Queue or partition.", "NAME", "--queue", "--partition", panel=JOBS),
     ] = None
-    account: Annotated[str | None, _option("Account or project to charge.", "NAME")] = None
+    account: Annotated[
+        str | None, value_option("Account or project to charge.", "NAME", panel=JOBS)
+    ] = None
     scheduler: Annotated[
         str | None,
-        _option(
+        value_option(
             "slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
             "NAME",
-            "--scheduler",
+            panel=JOBS,
         ),
     ] = None
     setup: Annotated[
         list[str] | None,
-        _option(
+        value_option(
             "Shell command to run before the study in each job: 'module load cuda'. May be "
             "repeated.",
             "LINE",
+            panel=JOBS,
         ),
     ] = None
     option: Annotated[
         list[str] | None,
-        _option(
+        value_option(
             "Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be "
             "repeated.",
             "OPTION",
+            panel=JOBS,
         ),
     ] = None
     only: Annotated[  # in the jobs that --submit starts

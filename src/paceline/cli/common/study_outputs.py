@@ -9,8 +9,12 @@ import typer
 
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
-from .command import STDOUT, can_be_written, json_output
-from .options import Json
+from .command import STDOUT, json_output
+from .options import (
+    Json,
+    output_option,
+    value_option,
+)
 
 if TYPE_CHECKING:
     from ...analyze.scaling.outcomes.compare_studies import StudyComparison
@@ -21,12 +25,10 @@ FILES = "Files"
 
 HtmlFile = Annotated[
     Path | None,
-    typer.Option(
+    output_option(
+        "Write a page with everything inside to this file, for any browser.",
         "--html",
-        help="Write a page with everything inside to this file, for any browser.",
-        metavar="FILE",
-        show_default=False,
-        rich_help_panel=FILES,
+        panel=FILES,
     ),
 ]
 
@@ -39,67 +41,44 @@ class StudyOutputs:
     html: HtmlFile = None
     csv: Annotated[
         Path | None,
-        typer.Option(
-            "--csv",
-            help="Write all figures of each size to this file.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
-        ),
+        output_option("Write all figures of each size to this file.", panel=FILES),
     ] = None
     svg: Annotated[
         Path | None,
-        typer.Option(
-            "--svg",
-            help="Write a drawing of speed-up and efficiency to this file, for a document.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
+        output_option(
+            "Write a drawing of speed-up and efficiency to this file, for a document.",
+            panel=FILES,
         ),
     ] = None
     latex: Annotated[
         Path | None,
-        typer.Option(
-            "--latex",
-            help="Write a LaTeX table of the sizes to this file. It needs no LaTeX package.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
+        output_option(
+            "Write a LaTeX table of the sizes to this file. It needs no LaTeX package.",
+            panel=FILES,
         ),
     ] = None
     extrap: Annotated[
         Path | None,
-        typer.Option(
-            "--extrap",
-            help="Write the times of all runs to this file as input of Extra-P: JSON, or JSON "
+        output_option(
+            "Write the times of all runs to this file as input of Extra-P: JSON, or JSON "
             "Lines if the name ends in .jsonl.",
-            metavar="FILE",
-            show_default=False,
-            rich_help_panel=FILES,
+            panel=FILES,
         ),
     ] = None
     talp: Annotated[
         Path | None,
-        typer.Option(
-            "--talp",
-            help="Write the POP efficiencies of all runs into this folder in the format of DLB's "
+        value_option(
+            "Write the POP efficiencies of all runs into this folder in the format of DLB's "
             "TALP, for TALP-Pages.",
-            metavar="DIR",
-            show_default=False,
-            rich_help_panel=FILES,
+            "DIR",
+            panel=FILES,
         ),
     ] = None
 
     def check(self) -> None:
-        """Check that the files can be written, before runs that take minutes.
-
-        Raises:
-            ValueError: One can't be written.
+        """Raise ValueError if the folder of --talp can't be written, before runs that take
+        minutes. Options check the files.
         """
-        for option in ("csv", "svg", "latex", "extrap"):
-            path = getattr(self, option)
-            if path is not None:
-                can_be_written(path, f"--{option}")
         if self.talp is not None and self.talp.exists() and not self.talp.is_dir():
             raise ValueError(f"--talp {self.talp} is no folder. HINT: name a new folder")
 

@@ -8,7 +8,10 @@ import typer
 
 from ..common.base import RUN, app, examples, exit_on_mistake
 from ..common.command import Command, print_json
-from ..common.options import Json
+from ..common.options import (
+    Json,
+    value_option,
+)
 
 
 @app.command(
@@ -37,19 +40,16 @@ def convert(
     ],
     model: Annotated[
         int | None,
-        typer.Option(
-            help="Number of the model, in the order of world.distribute, from 0. Needed if there "
+        value_option(
+            "Number of the model, in the order of world.distribute, from 0. Needed if there "
             "are several.",
-            metavar="N",
-            show_default=False,
+            "N",
         ),
     ] = None,
     prefix: Annotated[
         str,
-        typer.Option(
-            help="Only tensors whose names begin with this, which is removed from the names.",
-            metavar="TEXT",
-            show_default=False,
+        value_option(
+            "Only tensors whose names begin with this, which is removed from the names.", "TEXT"
         ),
     ] = "",
     json: Json = None,

@@ -12,7 +12,11 @@ import typer
 from ...security.processes import import_folders
 from ..common.base import RUN, app, examples, exit_on_mistake
 from ..common.command import Command, print_json
-from ..common.options import Json
+from ..common.options import (
+    Json,
+    output_option,
+    value_option,
+)
 
 if TYPE_CHECKING:  # it imports torch
     from ...deploy.export import ExportResult
@@ -45,93 +49,81 @@ def export(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            help="Function that returns the module, or (module, example input, ...): "
+        value_option(
+            "Function that returns the module, or (module, example input, ...): "
             "MODULE:FUNCTION or SCRIPT.py:FUNCTION. Arguments may follow: 'net:build(81, 9)'.",
-            metavar="MODULE:FUNCTION",
-            show_default=False,
+            "MODULE:FUNCTION",
         ),
     ] = "",
-    out: Annotated[Path, typer.Option(help="New file.")] = Path("model.paceline"),
+    out: Annotated[Path, output_option("New file.", show_default=True)] = Path("model.paceline"),
     input: Annotated[  # noqa: A002  the name of the option
         list[str] | None,
-        typer.Option(
-            help="Name, dtype and shape of an input: 'x: float64[batch,6]'. A name in place of a "
+        value_option(
+            "Name, dtype and shape of an input: 'x: float64[batch,6]'. A name in place of a "
             "size is a symbolic size. May be repeated. Without it: from the example inputs of the "
             "function, else from a first linear layer.",
-            metavar="SPEC",
-            show_default=False,
+            "SPEC",
         ),
     ] = None,
     bound: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Least and largest value of a symbolic size: batch=1:4096. May be repeated. "
+        value_option(
+            "Least and largest value of a symbolic size: batch=1:4096. May be repeated. "
             "Default: 1 to 16,777,216.",
-            metavar="NAME=MIN:MAX",
-            show_default=False,
+            "NAME=MIN:MAX",
         ),
     ] = None,
     fields: Annotated[
         Path | None,
-        typer.Option(
-            help='JSON file with units and normalisation: {"x": {"unit": "K", "mean": [...], '
+        value_option(
+            'JSON file with units and normalisation: {"x": {"unit": "K", "mean": [...], '
             '"std": [...]}, "y": {...}}. The exported model takes and returns values in these '
             "units.",
-            metavar="FILE",
-            show_default=False,
+            "FILE",
         ),
     ] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Backend to try: builtin, onnxruntime or aotinductor. May be repeated. Default: "
+        value_option(
+            "Backend to try: builtin, onnxruntime or aotinductor. May be repeated. Default: "
             "all. The fastest one within the tolerance is kept.",
-            metavar="NAME",
-            show_default=False,
+            "NAME",
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            help="Largest error of the test vectors, relative to the largest output. Default: 1e-6 "
+        value_option(
+            "Largest error of the test vectors, relative to the largest output. Default: 1e-6 "
             "for float32, 1e-13 for float64.",
-            metavar="NUMBER",
-            show_default=False,
+            "NUMBER",
         ),
     ] = None,
     number: Annotated[
         int | None,
-        typer.Option(
-            help="Number of the model in the checkpoint, in the order of world.distribute, from 0.",
-            metavar="N",
-            show_default=False,
+        value_option(
+            "Number of the model in the checkpoint, in the order of world.distribute, from 0.", "N"
         ),
     ] = None,
     prefix: Annotated[
         str,
-        typer.Option(
-            help="Only tensors whose names begin with this, which is removed from the names.",
-            metavar="TEXT",
-            show_default=False,
+        value_option(
+            "Only tensors whose names begin with this, which is removed from the names.", "TEXT"
         ),
     ] = "",
     show_build_flags: Annotated[
         str,
-        typer.Option(
-            help="Print flags for the compiler and exit: c, c++, fortran; or prefix, the folder of "
+        value_option(
+            "Print flags for the compiler and exit: c, c++, fortran; or prefix, the folder of "
             "the library, headers, pkg-config and CMake files.",
-            metavar="LANGUAGE",
-            show_default=False,
+            "LANGUAGE",
         ),
     ] = "",
     copy_runtime: Annotated[
         Path | None,
-        typer.Option(
-            help="Copy the library, headers and its C source to a new folder and exit, for systems "
+        value_option(
+            "Copy the library, headers and its C source to a new folder and exit, for systems "
             "without Python.",
-            metavar="FOLDER",
-            show_default=False,
+            "FOLDER",
         ),
     ] = None,
     json: Json = None,

@@ -1,5 +1,6 @@
 """Reader of schedulers' node files: one host per line, repeated for each of its slots."""
 
+from collections import Counter
 from pathlib import Path
 
 from .env_numbers import Environment
@@ -33,7 +34,4 @@ def read_nodefile(environment: Environment, variable: str) -> dict[str, int]:
 
 def count_hosts(names: list[str]) -> dict[str, int]:
     """Count each name, in the order of first mention."""
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+    return dict(Counter(names))

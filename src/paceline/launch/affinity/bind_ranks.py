@@ -14,7 +14,8 @@ from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import Card, pci_cards
 from ...cluster.topology.topology import Topology, topology
 from ...cluster.topology.visible_gpus import gpu_count, visible_devices
-from ..job import AUTO, Job
+from ..job import Job
+from ..options import AUTO
 
 # With these variables the user binds threads. Paceline then binds only if an option requests it.
 OWN = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")

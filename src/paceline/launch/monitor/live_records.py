@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from ...record.ring.ring import EVENT, HEADER_BYTES
 from ...record.ring.tail import Tail, read_tails
 from ...security.text import printable_tree
+from .. import job_folder
 from ..channel import Channel, InvalidMessageError
-from ..records import job_folder
 from .rank_stacks import ask as ask_for_stacks
 
 ANSWER_TIMEOUT_S = 2.0  # for the answers of all hosts

@@ -6,7 +6,7 @@ from pathlib import Path
 from ...analyze.live.live_view import last_attempt
 from ...analyze.records.load_run import Run, load_run
 from ...record.ring.ring import DEFAULT_CAPACITY
-from ..records import job_folder
+from .. import job_folder
 from . import running_jobs
 
 FROM_HOSTS = 8192  # maximum number of events per rank (the newest) fetched from other hosts
@@ -33,7 +33,9 @@ def load_so_far(folder: Path) -> Run:
     if ranks:
         records = [rank.record for rank in ranks]
         missing = set(range(int(records[0].meta["size"]))) - {one.rank for one in records}
-        return Run(str(folder), records, sorted(missing), notes, about.command, running=True)
+        return Run(
+            str(folder), records, sorted(missing), notes, about.command, running=True, env=about.env
+        )
     host = about.host
     if host and host != socket.gethostname():
         raise ValueError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...security.text import printable
-from ..records import job_folder
+from .. import job_folder
 from . import live_records
 
 

@@ -45,9 +45,9 @@ from ...record.ring.header_schema import MAX_FAILURE_CHARS
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
 from ...security.processes import import_folders, module_folders, python_command
+from .. import job_folder
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl, set_title
 from ..monitor import rank_stacks
-from ..records import job_folder
 from .fork_server import RankStart
 from .framework_variables import check_horovod, introduce_to_jax
 

@@ -1,6 +1,7 @@
 """Environment variables for nodes whose tool does not forward the environment (ssh, blaunch)."""
 
 import os
+from collections.abc import Sequence
 
 FORWARDED_NAMES = (
     "PATH",
@@ -19,6 +20,8 @@ FORWARDED_PREFIXES = (
 INTERPRETER_PREFIXES = ("LD_LIBRARY_PATH", "PYTHON")
 # Of a login on the host itself.
 LOGIN_NAMES = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
+# In names of environment variables whose values are not written to records.
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
 def forwarded_variables() -> dict[str, str]:
@@ -38,6 +41,19 @@ def interpreter_variables() -> dict[str, str]:
 def login_variables() -> dict[str, str]:
     """Return the environment of an agent on this host, same as on other hosts."""
     return {k: v for k, v in os.environ.items() if k in LOGIN_NAMES} | forwarded_variables()
+
+
+def shown_env_options(given: Sequence[str]) -> list[str]:
+    """Return values of ``--env`` for commands that reports print, without secrets."""
+    return [
+        f"{text.partition('=')[0]}=..." if "=" in text and _is_secret(text) else text
+        for text in given
+    ]
+
+
+def _is_secret(text: str) -> bool:
+    name = text.partition("=")[0].upper()
+    return any(word in name for word in SECRET_WORDS)
 
 
 def parse_env_options(wanted: list[str]) -> dict[str, str]:

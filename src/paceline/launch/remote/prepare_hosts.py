@@ -14,8 +14,8 @@ from ...cluster.topology.local_resources import numa_domain_count
 from ...cluster.topology.network_interfaces import network_links
 from ...cluster.topology.racks import rack_or_unknown
 from ...cluster.topology.visible_gpus import gpu_count
+from .. import job_folder
 from ..job import Job, variables
-from ..records import job_folder
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
 
 CHECK_TIMEOUT_S = 60.0
@@ -133,4 +133,4 @@ def start_rank_servers(
 def label_record_folder(spec: LaunchSpec) -> None:
     """Write into the record folder which run its records belong to."""
     if spec.job.record is not None:
-        job_folder.write_label(spec.job.record, spec.job.words, spec.run_id)
+        job_folder.write_label(spec.job.record, spec.job.words, spec.run_id, spec.job.env)

@@ -7,18 +7,9 @@ launcher). Each agent gets all cores and GPUs of its node; Paceline binds the ra
 
 import os
 import shlex
-import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...security.processes import find_program, program_command
-
-# ssh must not ask for a password, and both ends must notice a dead connection.
-SSH = (
-    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
-)
-
+from ...security.processes import find_program, run_program
 
 SSH_OPTIONS = "PACELINE_SSH_OPTIONS"  # environment variable: further options, of the user
 
@@ -29,7 +20,8 @@ class LaunchTool:
 
     Attributes:
         name: Name of the tool, or its program.
-        command: Returns the command line, given the hosts' names and the agent's command.
+        program: The program.
+        options: Its options; ``{hosts}`` are the hosts' names, ``{count}`` is their number.
         one_call_per_host: Whether each call starts one agent.
         passes_environment: Whether the agents get the launcher's environment.
         accepts_host_names: Whether hosts can be chosen; else it uses the whole allocation.
@@ -43,7 +35,8 @@ class LaunchTool:
     """
 
     name: str
-    command: Callable[[list[str], list[str]], list[str]]
+    program: str
+    options: str
     one_call_per_host: bool = False
     passes_environment: bool = True
     accepts_host_names: bool = True
@@ -52,58 +45,14 @@ class LaunchTool:
     exit_pattern: str = ""
     source: str = ""
 
-
-def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
-    own = shlex.split(os.environ.get(SSH_OPTIONS, ""))
-    return [*SSH, *own, *hosts, "exec " + shlex.join(agent)]
-
-
-def _blaunch(hosts: list[str], agent: list[str]) -> list[str]:
-    return ["blaunch", *hosts, *agent]
-
-
-def _srun(hosts: list[str], agent: list[str]) -> list[str]:
-    return [
-        *("srun", "--overlap", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"),
-        *("--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"),
-        # Without -c a step has all cores of its nodes, and unbound the agent may use them.
-        *("--cpu-bind=none", "--mem=0", "--mpi=none", "--input=none", "--unbuffered"),
-        *("--wait=0", "--kill-on-bad-exit=0", "--export=ALL", *agent),
-    ]
-
-
-def _jsrun(hosts: list[str], agent: list[str]) -> list[str]:
-    every = ("-c", "ALL_CPUS", "-g", "ALL_GPUS", "-b", "none")
-    return ["jsrun", "-n", str(len(hosts)), "-r", "1", "-a", "1", *every, *agent]
-
-
-def _pals(hosts: list[str], agent: list[str]) -> list[str]:
-    count = str(len(hosts))
-    spread = ("--ppn", "1", "--cpu-bind", "none", "--hosts", ",".join(hosts))
-    return ["mpiexec", "-n", count, *spread, *agent]
-
-
-def _flux(hosts: list[str], agent: list[str]) -> list[str]:
-    count = str(len(hosts))
-    unbound = ("-o", "cpu-affinity=off", "-o", "gpu-affinity=off")
-    return ["flux", "run", "-N", count, "-n", count, "--exclusive", *unbound, *agent]
-
-
-def _open_mpi(program: str) -> Callable[[list[str], list[str]], list[str]]:
-    def command(hosts: list[str], agent: list[str]) -> list[str]:
-        spread = ("--host", ",".join(hosts), "--map-by", "ppr:1:node", "--bind-to", "none")
-        passed = ("-x", "PACELINE_SECRET")
-        return [program, "-n", str(len(hosts)), *spread, *passed, *agent]
-
-    return command
-
-
-def _hydra(program: str) -> Callable[[list[str], list[str]], list[str]]:
-    def command(hosts: list[str], agent: list[str]) -> list[str]:
-        spread = ("-ppn", "1", "-hosts", ",".join(hosts), "-bind-to", "none", "-genvall")
-        return [program, "-n", str(len(hosts)), *spread, *agent]
-
-    return command
+    def command(self, hosts: list[str], agent: list[str]) -> list[str]:
+        """Return the command line, given the hosts' names and the agent's command."""
+        words = self.options.format(hosts=",".join(hosts), count=len(hosts)).split()
+        if self.program != "ssh":
+            return [self.program, *words, *agent]
+        *words, host = words
+        own = shlex.split(os.environ.get(SSH_OPTIONS, ""))
+        return [self.program, *words, *own, host, "exec " + shlex.join(agent)]
 
 
 # Task settings of the batch script must not affect the step of the agents.
@@ -120,20 +69,52 @@ _SLURM_TASK_VARIABLES = (
 TOOLS = {
     tool.name: tool
     for tool in (
-        LaunchTool("ssh", _ssh, one_call_per_host=True, passes_environment=False),
-        LaunchTool("blaunch", _blaunch, one_call_per_host=True, passes_environment=False),
+        LaunchTool(
+            "ssh",
+            "ssh",  # it must not ask for a password, and both ends must notice a dead connection
+            "-T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 "
+            "-o ServerAliveCountMax=4 {hosts}",
+            one_call_per_host=True,
+            passes_environment=False,
+        ),
+        LaunchTool(
+            "blaunch", "blaunch", "{hosts}", one_call_per_host=True, passes_environment=False
+        ),
         LaunchTool(
             "srun",
-            _srun,
+            "srun",
+            # Without -c a step has all cores of its nodes, and unbound the agent may use them.
+            "--overlap --nodes={count} --ntasks={count} --ntasks-per-node=1 --nodelist={hosts} "
+            "--cpu-bind=none --mem=0 --mpi=none --input=none --unbuffered --wait=0 "
+            "--kill-on-bad-exit=0 --export=ALL",
             by_daemon=True,
             removed_variables=_SLURM_TASK_VARIABLES,
             exit_pattern=r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): ",
         ),
-        LaunchTool("jsrun", _jsrun, accepts_host_names=False, by_daemon=True),
-        LaunchTool("palsrun", _pals, by_daemon=True),
-        LaunchTool("flux", _flux, accepts_host_names=False, by_daemon=True),
+        LaunchTool(
+            "jsrun",
+            "jsrun",
+            "-n {count} -r 1 -a 1 -c ALL_CPUS -g ALL_GPUS -b none",
+            accepts_host_names=False,
+            by_daemon=True,
+        ),
+        LaunchTool(
+            "palsrun",
+            "mpiexec",
+            "-n {count} --ppn 1 --cpu-bind none --hosts {hosts}",
+            by_daemon=True,
+        ),
+        LaunchTool(
+            "flux",
+            "flux",
+            "run -N {count} -n {count} --exclusive -o cpu-affinity=off -o gpu-affinity=off",
+            accepts_host_names=False,
+            by_daemon=True,
+        ),
     )
 }
+OPEN_MPI_OPTIONS = "-n {count} --host {hosts} --map-by ppr:1:node --bind-to none -x PACELINE_SECRET"
+HYDRA_OPTIONS = "-n {count} -ppn 1 -hosts {hosts} -bind-to none -genvall"
 
 
 def find_tool(name: str) -> LaunchTool:
@@ -145,7 +126,7 @@ def find_tool(name: str) -> LaunchTool:
     """
     if name in TOOLS:
         found = TOOLS[name]
-        program = found.command(["host"], ["agent"])[0]
+        program = found.program
     elif name.rpartition("/")[2].startswith(("mpirun", "mpiexec")):
         found, program = _mpi_tool(name), name
     else:
@@ -161,16 +142,14 @@ def find_tool(name: str) -> LaunchTool:
 
 def _mpi_tool(program: str) -> LaunchTool:
     try:
-        asked = subprocess.run(
-            program_command(program, "--version"), capture_output=True, text=True, timeout=20
-        )
+        asked = run_program(program, "--version", seconds=20.0)
         said = asked.stdout + asked.stderr
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise ValueError(f"--launcher {program}: {error}") from None
     if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
-        return LaunchTool(program, _open_mpi(program), passes_environment=False)
+        return LaunchTool(program, program, OPEN_MPI_OPTIONS, passes_environment=False)
     if "HYDRA" in said.upper() or "Intel(R) MPI" in said:
-        return LaunchTool(program, _hydra(program))
+        return LaunchTool(program, program, HYDRA_OPTIONS)
     if "PALS" in said.upper():
         return TOOLS["palsrun"]
     first = said.strip().splitlines()[:1]

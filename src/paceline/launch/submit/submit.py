@@ -3,23 +3,18 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 from ...security.outputs import write_output
-from ...security.processes import find_program, program_command, python_command
+from ...security.processes import find_program, python_command, run_program
 from ...security.removal import TemporaryFolder
 from ..job import Job
 from ..job import check as check_script
 from ..recovery.shrink import check_min_hosts
 from .batch_options import Batch, one_line
-from .lsf import LSF
-from .pbs import PBS, TORQUE
-from .scheduler import Scheduler
-from .slurm import SLURM
+from .schedulers import SCHEDULERS, Scheduler
 
-SCHEDULERS = {"slurm": SLURM, "lsf": LSF, "pbs": PBS, "torque": TORQUE}
 QUERY_TIMEOUT_S = 30.0
 # What schedulers print of jobs that they have forgotten.
 UNKNOWN_JOB = r"invalid job id|is not found|unknown job"
@@ -63,14 +58,8 @@ def _qsub() -> str | None:
     PBS Pro prints "pbs_version = 22.05", Torque "Version: 6.1".
     """
     try:
-        told = subprocess.run(
-            program_command("qsub", "--version"),
-            capture_output=True,
-            text=True,
-            timeout=10,
-            errors="replace",
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        told = run_program("qsub", "--version", seconds=10.0)
+    except OSError:
         return None
     words = told.stdout + told.stderr
     if "pbs_version" in words:
@@ -225,13 +214,7 @@ def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
             write_output(path, script)
             command.append(str(path))
         try:
-            told = subprocess.run(
-                program_command(*command),
-                input="" if kind.by_file else script,
-                capture_output=True,
-                text=True,
-                errors="replace",
-            )
+            told = run_program(*command, text="" if kind.by_file else script)
         except FileNotFoundError:
             raise ValueError(
                 f"there is no {command[0]} on PATH. HINT: submit on a login node of the cluster, "
@@ -261,14 +244,8 @@ def is_active(kind: Scheduler, number: str) -> bool:
     """
     command = kind.query(number)
     try:
-        told = subprocess.run(
-            program_command(*command),
-            capture_output=True,
-            text=True,
-            timeout=QUERY_TIMEOUT_S,
-            errors="replace",
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        told = run_program(*command, seconds=QUERY_TIMEOUT_S)
+    except OSError as error:
         raise ValueError(f"the state of job {number} is not known: {command[0]}: {error}") from None
     found = re.search(kind.state, told.stdout, re.M)
     if found is not None:

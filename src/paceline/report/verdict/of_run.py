@@ -50,12 +50,13 @@ def verdict_of_run(report: Report) -> Verdict:
 
     Memory that ends the job within a day comes first, whatever the losses are.
     """
+    options = rank_options(report.hosts, report.size)
+    options += [word for value in report.env for word in ("--env", value)]
+    command = diagnose_command(options, report.command)
     if grown := first_end(report):
-        command = diagnose_command(rank_options(report.hosts, report.size), report.command)
         return verdict_of_growth(grown, command)
     if report.window_s is None or report.efficiencies is None:
         return _without_steps(report)
-    command = diagnose_command(rank_options(report.hosts, report.size), report.command)
     topics = _topics(report)
     doubt = _doubt(report)
     useful = f"{percent(report.efficiencies.useful)} of the ranks' time is useful"

@@ -117,7 +117,7 @@ def _prepare() -> None:
     """Do once what saves time in each of many forks."""
     from ...launch.affinity.bind_ranks import plan_bindings
     from ...launch.job import Job
-    from ...launch.records.job_folder import clear_orphans
+    from ...launch.job_folder import clear_orphans
 
     with contextlib.suppress(ValueError, OSError):  # each launcher tells its own
         plan_bindings(Job(""))  # later calls find compiled patterns

@@ -20,22 +20,22 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ...record.ring.ring import SIDECAR_SUFFIXES
-from ...record.ring.states import SAMPLER_STATES
-from ...record.ring.tail import MAX_RECORD_BYTES
-from ...security.files import InvalidFileError, read_regular
-from ...security.folders import Folder, can_be_renamed_by_others, open_subfolder, replace_file
-from ...security.removal import check_mark, write_mark
-from ...security.run_lock import RunLock
-from ...security.schema import read_json
-from ...security.text import printable
+from ..record.ring.ring import SIDECAR_SUFFIXES
+from ..record.ring.states import SAMPLER_STATES
+from ..record.ring.tail import MAX_RECORD_BYTES
+from ..security.files import InvalidFileError, read_regular
+from ..security.folders import Folder, can_be_renamed_by_others, open_subfolder, replace_file
+from ..security.removal import check_mark, write_mark
+from ..security.run_lock import RunLock
+from ..security.schema import read_json
+from ..security.text import printable
 
 DESTINATION_FILE = "keep.json"
 ATTEMPT = "attempt"
@@ -66,7 +66,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
     Raises:
         OSError, InvalidFileError: A record can't be read or written.
     """
-    from ...analyze.records.read_record import parse_record, used_bytes
+    from ..analyze.records.read_record import parse_record, used_bytes
 
     found: dict[tuple[int, int], tuple[int, int, str, bytes]] = {}
     for name in folder.names():
@@ -119,7 +119,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
 
 def _attempt(path: Path) -> int:
     """Return the attempt number of a record file; 0 if it is missing or invalid."""
-    from ...analyze.records.read_record import parse_record
+    from ..analyze.records.read_record import parse_record
 
     try:
         return int(parse_record(read_regular(path, MAX_RECORD_BYTES)).meta.get("attempt", 0))
@@ -154,12 +154,14 @@ class Label:
         command: The script or module, and its arguments.
         started: Start time, in seconds since 1970.
         host: Name of the host on which the job was started.
+        env: Values of --env, as reports repeat them in commands.
     """
 
     run: str = ""
     command: list[str] = field(default_factory=list)
     started: Annotated[float, Meta(ge=0, le=1e11)] | None = None
     host: str = ""
+    env: list[str] = field(default_factory=list)
 
 
 def check(target: Path) -> None:
@@ -392,26 +394,27 @@ def _locked(folder: Folder) -> bool:
     return False
 
 
-def write_destination(folder: Path, target: Path, command: list[str], run: str) -> None:
+def write_destination(
+    folder: Path, target: Path, command: list[str], run: str, env: Sequence[str] = ()
+) -> None:
     """Label the record folder and the job folder, and store the destination of the records.
 
     Raises:
         OSError: A file can't be written.
     """
-    write_label(target, command, run)
+    write_label(target, command, run, env)
     try_write_label(folder, command, run)
     copy_on_clear(folder, target)
 
 
-def write_label(folder: Path, command: list[str], run: str) -> None:
-    """Write into a folder which job its records belong to.
+def write_label(folder: Path, command: list[str], run: str, env: Sequence[str] = ()) -> None:
+    """Write into a folder which job its records belong to. Arguments: see ``Label``.
 
     Raises:
         OSError: The file can't be written.
     """
-    host = socket.gethostname()
-    found = {"run": run, "command": command, "started": time.time(), "host": host}
-    replace_file(folder / LABEL_FILE, json.dumps(found, indent=1).encode())
+    label = Label(run, command, time.time(), socket.gethostname(), [*env])
+    replace_file(folder / LABEL_FILE, json.dumps(asdict(label), indent=1).encode())
 
 
 def try_write_label(folder: Path, command: list[str], run: str) -> None:

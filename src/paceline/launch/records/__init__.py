@@ -1,1 +1,0 @@
-"""Folders of running jobs in node-local memory, and the collection of their records."""
