@@ -16,7 +16,7 @@ from ..security.files import InvalidFileError, open_regular
 from .fork_locks import ForkSafeLock
 from .format import shard_format
 from .format.decode import decode
-from .format.meta_schema import MAX_SAMPLE_BYTES, nbytes
+from .format.meta_schema import MAX_SAMPLE_BYTES, ArraySpec, DatasetMeta, nbytes
 from .format.sample_names import SampleNames
 from .format.sample_part import read_part
 from .format.shard_format import (
@@ -27,9 +27,7 @@ from .format.shard_format import (
     META_FILE,
     NAMES_FILE,
     RAW,
-    ArraySpec,
     DataError,
-    DatasetMeta,
     IndexRow,
 )
 from .staging.fetch_shards import whole

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .shard_format import ArraySpec
+from .meta_schema import ArraySpec
 
 MIN_RUN_BYTES = 1 << 15  # shorter runs of bytes take longer than what lies between them
 

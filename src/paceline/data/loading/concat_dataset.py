@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...plurals import counted
-from ..format.shard_format import ArraySpec
+from ..format.meta_schema import ArraySpec
 
 
 class ConcatDataset:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...security.removal import TemporaryFolder
-from ..format.shard_format import ArraySpec, DataError, label_spec
+from ..format.meta_schema import ArraySpec
+from ..format.shard_format import DataError, label_spec
 from ..packing.encode import load_array
 from ..shards import RaggedError
 from ..sources.folder_source import FolderSource

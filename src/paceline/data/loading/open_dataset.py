@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ...plurals import counted
-from ..format.shard_format import ArraySpec
+from ..format.meta_schema import ArraySpec
 from ..sampling.samplers import BLOCK_BYTES, BlockShuffled, Ordered, Shuffled
 from ..shards import RaggedError, Shards
 from .concat_dataset import ConcatDataset

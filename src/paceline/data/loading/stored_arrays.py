@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..fork_locks import ForkSafeLock
-from ..format.shard_format import ArraySpec, DataError, label_spec
+from ..format.meta_schema import ArraySpec
+from ..format.shard_format import DataError, label_spec
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
 from ..shards import MAX_CLASSES, RaggedError
 from ..sources import formats

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from ...plurals import counted
-from ..format.shard_format import ArraySpec
+from ..format.meta_schema import ArraySpec
 from ..sources.source import Source
 
 

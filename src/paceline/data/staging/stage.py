@@ -32,7 +32,8 @@ from typing import Any
 from ...security.files import UnsafeFileError
 from ...security.folders import Folder
 from ..format import shard_format
-from ..format.shard_format import DataError, DatasetMeta, Shard
+from ..format.meta_schema import DatasetMeta, Shard
+from ..format.shard_format import DataError
 from .fetch_shards import ShardFetcher, Staged, Step, whole
 from .free_space import free
 from .origin import Origin, check_entered
