@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError, open_regular
 from ...security.folders import NewFile
 from ...security.schema import load_json
-from ..manifest import DamagedCheckpointError
+from ..manifest import DamagedCheckpointError, name_damage
 
 MAX_HEADER_BYTES = 100_000_000  # that readers accept
 MAX_PARSED_HEADER_BYTES = 512 << 20  # some 400,000 tensors
@@ -103,17 +102,14 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         DamagedCheckpointError: The file can't be read, or is not a valid safetensors file.
     """
-    try:
-        with open(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise DamagedCheckpointError(path, "is not a safetensors file")
-            entries = _read_entries(file.read(length), path)
-            # The path is that of the checked descriptor, because torch maps no file objects.
-            content = torch.from_file(f"/dev/fd/{file.fileno()}", size=size, dtype=torch.uint8)
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
+    with name_damage(path), open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise DamagedCheckpointError(path, "is not a safetensors file")
+        entries = _read_entries(file.read(length), path)
+        # The path is that of the checked descriptor, because torch maps no file objects.
+        content = torch.from_file(f"/dev/fd/{file.fileno()}", size=size, dtype=torch.uint8)
     places = {name: _place(name, entry, path) for name, entry in entries.items()}
     end = 8 + length
     for place in sorted(places.values(), key=lambda place: (place.begin, place.end)):

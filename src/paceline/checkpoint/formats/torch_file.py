@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ...security.error_reason import error_reason
 from ...security.files import open_regular
-from ..manifest import DamagedCheckpointError, check_archive
+from ..manifest import DamagedCheckpointError, check_archive, map_archive, name_damage
 
 MAX_DEPTH = 100
 MAX_PARTS = 10_000_000
@@ -24,20 +23,14 @@ def load_torch_file(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file can't be read, or contains other objects than tensors,
             numbers, texts and containers.
     """
-    try:
-        with open(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+    with name_damage(path), open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
             check_archive(file, size, path, of_models=True)
-            same = f"/dev/fd/{file.fileno()}"
-            content = torch.load(same, map_location="cpu", weights_only=True, mmap=True)
-    except DamagedCheckpointError as error:
-        hint = "HINT: torch.save(model.state_dict(), FILE) writes a file that can be converted"
-        raise DamagedCheckpointError(path, f"{error.reason}. {hint}") from None
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
-    except Exception as error:  # torch may raise any exception for an invalid file
-        first = str(error).strip().splitlines()[:1]
-        raise DamagedCheckpointError(path, f"can't be loaded ({' '.join(first)})") from None
+        except DamagedCheckpointError as error:
+            hint = "HINT: torch.save(model.state_dict(), FILE) writes a file that can be converted"
+            raise DamagedCheckpointError(path, f"{error.reason}. {hint}") from None
+        content = map_archive(file)
     if isinstance(content, torch.Tensor):
         content = {"tensor": content}
     found: dict[str, Any] = {}
