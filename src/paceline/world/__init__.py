@@ -33,8 +33,7 @@ from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
 from ..record.trial_reports import trial_reporter
 from ..record.watch.seed_shift import note_seeded, seed_shift
-from .checkpoint_interval import CheckpointInterval
-from .checkpointing import Checkpointer
+from .checkpointing import Checkpointer, CheckpointInterval
 from .collectives import Collectives
 from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
@@ -44,7 +43,6 @@ from .layouts.export_file import export_from_world, gather_stages
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
-from .nonfinite import MODES
 from .optimizer_step import OptimizerSteps
 from .process_group import (
     attempt_store,
@@ -54,6 +52,7 @@ from .process_group import (
     select_device,
 )
 from .progress import Progress, format_value
+from .training_checks import MODES
 from .training_state import Position, TrainingState
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs

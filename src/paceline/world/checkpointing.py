@@ -6,9 +6,11 @@ it at the same step, whenever a signal reaches each of them. (A rank that acted 
 would leave one step before another, which would then wait for it forever.)
 """
 
+import re
 import socket
 import time
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,40 @@ from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
 from ..security import shared_folder
 from ..security.error_reason import error_reason
-from .checkpoint_interval import CheckpointInterval
 from .collectives import Collectives
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState
 
 AGREEMENT_INTERVAL_S = 1.0  # between two agreements on whether to save or to exit
 MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the interval was computed
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """Interval between two checkpoints. ``unit`` is "epoch", "step" or "second"."""
+
+    number: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str | int) -> "CheckpointInterval":
+        """Parse "epoch", "2 epochs", 500 or "500 steps", "30s", "10min" or "1h".
+
+        Raises ValueError for anything else.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]*)\s*", str(text))
+        number, unit = match.groups() if match else (None, "")
+        unit = {"": "step" if number else "", "epochs": "epoch", "steps": "step"}.get(unit, unit)
+        value = float(number) if number else 1.0
+        if value > 0 and unit in _SECONDS:
+            return cls(value * _SECONDS[unit], "second")
+        if value >= 1 and value == int(value) and unit in ("epoch", "step"):
+            return cls(value, unit)
+        raise ValueError(
+            f"world.epochs: every must be a number of epochs, steps or a time; this is {text!r}. "
+            "HINT: every='epoch', '2 epochs', 500 (steps), '30s', '10min' or '1h'"
+        )
 
 
 # Keys of a checkpoint's tree as JSON, in which ranks exchange them.

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.sampling.sample_order import BatchShare
 from ..knobs.learning_rate import scaled_rates
-from ..optim.gradients import gradients_of, has_gradients, parameters_of
-from ..optim.loss_scaling import LossScaling
+from ..optim.gradients import LossScaling, gradients_of, has_gradients, parameters_of
 from ..optim.whole_norms import holds_shards
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.changed_parameters import watch_parameters
@@ -27,8 +26,7 @@ from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
-from .nonfinite import FiniteCheck, validate_mode
-from .replicas import ReplicaDivergenceCheck
+from .training_checks import FiniteCheck, ReplicaDivergenceCheck, validate_mode
 
 
 class OptimizerSteps:

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from paceline.data import Loader, Shards, pack
-from paceline.data.format import sample_part
+from paceline.data.format import decode as sample_part
 from paceline.data.format.meta_schema import ArraySpec
 from paceline.data.format.shard_format import DataError
 from paceline.data.loading.open_dataset import PartDataset
