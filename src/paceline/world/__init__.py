@@ -331,7 +331,9 @@ class World(ModelDistribution):
         """Return the rule's factor for the present batch of a schedule, over its first one."""
         loaders = self._loops.loaders
         batches = [
-            one.batch for one in loaders if one.schedule == schedule and not one.every_sample_once
+            loader.batch
+            for loader in loaders
+            if loader.schedule == schedule and not loader.every_sample_once
         ]
         # none where the batch was set from outside of the script
         batch = batches[0] if batches else schedule.at(self._state.position.epoch)
@@ -529,11 +531,12 @@ class World(ModelDistribution):
         Raises:
             ValueError: The model can't be exported; the error says why.
         """
-        args = (inputs, build, bounds, fields, backends, tolerance)
+        options: dict[str, Any] = {"inputs": inputs, "bounds": bounds, "fields": fields}
+        options |= {"backends": backends, "tolerance": tolerance}
         result, error = None, None
         try:
             gathered = self._gather_divided(model, build is not None)
-            result = export_from_world(model, Path(path), self.rank, *args, gathered)
+            result = export_from_world(model, Path(path), self.rank, build, gathered, **options)
         except Exception as failed:
             error = failed
         # All ranks learn of an error together, and the file exists on return.
@@ -541,7 +544,7 @@ class World(ModelDistribution):
         texts = self._collectives.gather(text, str | None)
         if error is not None:
             raise error
-        if (first := next((one for one in texts if one is not None), None)) is not None:
+        if (first := next(filter(None, texts), None)) is not None:
             raise ValueError(f"world.export failed on another rank: {first}")
         return result
 

@@ -139,7 +139,7 @@ class FiniteCheck:
         if not math.isfinite(float(norms.sum())) and not bool(finite_flags(gradients).all()):
             where = (
                 "after the average over ranks"
-                if self.models_are_shared
+                if any(model.is_distributed for model in self.models)
                 else f"on {self.mesh.name()}"
             )
             self._report_gradient(where)
@@ -155,10 +155,6 @@ class FiniteCheck:
             names = _false_names(*layers) if layers else []
             if names or exchanged:
                 self._report(f"the gradient{_gradient_owner(names)} was not finite {where}")
-
-    @property
-    def models_are_shared(self) -> bool:
-        return any(model.is_distributed for model in self.models)
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Return the optimizer's parameters in the order in which backward reaches most of them."""
@@ -217,9 +213,9 @@ def finite_flags(tensors: list[torch.Tensor]) -> torch.Tensor:
     """
     largest = list(torch._foreach_norm(tensors, float("inf")))
     first = largest[0]
-    if all((one.device, one.dtype) == (first.device, first.dtype) for one in largest):
+    if all((norm.device, norm.dtype) == (first.device, first.dtype) for norm in largest):
         return torch.stack(largest).isfinite()
-    return torch.stack([one.isfinite().to(first.device) for one in largest])
+    return torch.stack([norm.isfinite().to(first.device) for norm in largest])
 
 
 def _false_names(flags: PendingCopy, names: list[str]) -> list[str]:
@@ -392,8 +388,8 @@ class ReplicaDivergenceCheck:
         """
         axes = list(self.mesh.shape)
         inner = [axis for axis in axes if axis != DATA]
-        parts = [frozenset(one) for n in range(len(inner) + 1) for one in combinations(inner, n)]
-        found: dict[frozenset[str], Named] = {frozenset(axes) - one: [] for one in parts}
+        parts = [frozenset(part) for n in range(len(inner) + 1) for part in combinations(inner, n)]
+        found: dict[frozenset[str], Named] = {frozenset(axes) - part: [] for part in parts}
         for name, parameter, model, own_name in owned_parameters(self.models):
             if local_part(parameter) is parameter:
                 parted = model.parted_axes(own_name)
@@ -402,7 +398,7 @@ class ReplicaDivergenceCheck:
 
     def _differs(self, digests: list[int], axes: frozenset[str], rank: int) -> bool:
         """Return whether a rank differs from one that should hold a copy."""
-        return any(digests[one] != digests[rank] for one in self.mesh.ranks_along(axes, rank))
+        return any(digests[copy] != digests[rank] for copy in self.mesh.ranks_along(axes, rank))
 
     def _gather(self, own: torch.Tensor, group: Any) -> list[torch.Tensor]:
         sent = exchangeable(own, group)
@@ -421,7 +417,7 @@ class ReplicaDivergenceCheck:
         answers = [answer]
         if self.mesh.is_divided:
             answers = all_gather_objects(answer, tuple[str, bool] | None)
-        message, rounding = next(one for one in answers if one is not None)
+        message, rounding = next(answer for answer in answers if answer is not None)
         if self.mode == "raise" and not rounding:
             raise ValueError(message)
         self.mode = "ignore"
@@ -446,7 +442,7 @@ class ReplicaDivergenceCheck:
         differing = [
             i
             for i in range(len(parameters))
-            if any(int(rows[one][i]) != int(rows[source][i]) for one in others)
+            if any(int(rows[other][i]) != int(rows[source][i]) for other in others)
         ]
         found = [parameters[i][1] for i in differing]
         difference, rounding = _max_difference(found, source, group, self._gather)
