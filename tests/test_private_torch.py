@@ -201,7 +201,7 @@ INTERFACES = {
     "torch._C._storage_Use_Count": "whether a deferred tensor still exists",
     "torch._C._swap_tensor_impl": "values of a deferred parameter, which remains the same object",
     "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
-    # Loss scaling (optim/loss_scaling.py)
+    # Loss scaling (optim/gradients.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     "torch._amp_foreach_non_finite_check_and_unscale_": "gradients of float16, whole and shards",
     "scaler._device": "device of the scale",

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import SCRIPTS
 
-from paceline.deploy.build_flags import build_flags
 from paceline.deploy.export import BACKENDS, ExportError, ExportResult, export_model
+from paceline.deploy.native_model import build_flags
 from paceline.deploy.onnx_model import compile_model, onnxruntime_library, torch_library
 from paceline.deploy.specification import TensorSpec
 

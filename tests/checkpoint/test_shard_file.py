@@ -51,9 +51,9 @@ def test_bytes_and_checksum_are_those_that_were_written(
     tmp_path, monkeypatch, sizes, offset, system
 ):
     if system == "buffered":
-        monkeypatch.setattr(checkpoint_folder, "file_system", lambda _: "nfs")
+        monkeypatch.setattr(checkpoint_folder, "file_system_type", lambda _: "nfs")
     if system == "refused":  # a file system that takes the flag and not the writes
-        monkeypatch.setattr(checkpoint_folder, "file_system", lambda _: "ext4")
+        monkeypatch.setattr(checkpoint_folder, "file_system_type", lambda _: "ext4")
         write, flags = os.write, checkpoint_folder.fcntl.F_GETFL
 
         def refusing(fd, data):
@@ -70,7 +70,7 @@ def test_bytes_and_checksum_are_those_that_were_written(
 
 
 def test_write_that_ends_within_a_block_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(checkpoint_folder, "file_system_type", lambda _: "ext4")
     write = os.write
     monkeypatch.setattr(
         checkpoint_folder.os, "write", lambda fd, data: write(fd, data[:BLOCK_BYTES])

@@ -10,7 +10,7 @@ import exported_models as models
 import pytest
 from exported_models import export
 
-from paceline.deploy.build_flags import build_flags, copy_runtime
+from paceline.deploy.native_model import build_flags, copy_runtime
 from paceline.deploy.onnx_model import onnxruntime_library
 
 ROOT = Path(__file__).parents[2]

@@ -196,7 +196,7 @@ SCRIPT = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     import paceline
-    from paceline.optim.loss_scaling import LossScaling
+    from paceline.optim.gradients import LossScaling
     from paceline.parallel import offload
 
     offload.CHUNK_BYTES = 200

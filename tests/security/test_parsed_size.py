@@ -12,7 +12,7 @@ import pytest
 import paceline
 from paceline.analyze.records.load_run import _read_command
 from paceline.analyze.reference.reference_file import read_reference
-from paceline.checkpoint.formats.safetensors_file import MAX_HEADER_BYTES, read_safetensors
+from paceline.checkpoint.formats.tensor_files import MAX_HEADER_BYTES, read_safetensors
 from paceline.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_PARSED_MANIFEST_BYTES,

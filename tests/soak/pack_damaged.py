@@ -22,8 +22,8 @@ from pathlib import Path
 from paceline.cli import main as command
 from paceline.cli.common import guarded_process
 from paceline.data.format.shard_format import META_FILE, load_meta
+from paceline.data.shards import verify
 from paceline.data.sources.formats import FORMATS
-from paceline.data.verify import verify
 
 TIMEOUT_S, HUNG_S = 30.0, 3.0
 IMPORTED = (

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from paceline.data import DataError
-from paceline.data.verify import verify
+from paceline.data.shards import verify
 
 
 def damaged(whole: Path, copy: Path, draw: random.Random) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.world.checkpoint_interval import CheckpointInterval
+from paceline.world.checkpointing import CheckpointInterval
 
 
 @pytest.mark.parametrize(

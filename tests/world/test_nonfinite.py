@@ -6,7 +6,7 @@ import torch
 
 from paceline.parallel.mesh import Mesh
 from paceline.record.ring.recorder import Recorder
-from paceline.world.nonfinite import FiniteCheck, finite_flags
+from paceline.world.training_checks import FiniteCheck, finite_flags
 
 TRAIN = """
     import sys, torch

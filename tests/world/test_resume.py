@@ -12,8 +12,7 @@ from scripts import TRAIN
 
 from paceline.parallel.mesh import Mesh
 from paceline.security.run_lock import RunLock
-from paceline.world.checkpoint_interval import CheckpointInterval
-from paceline.world.checkpointing import Checkpointer
+from paceline.world.checkpointing import Checkpointer, CheckpointInterval
 from paceline.world.collectives import Collectives
 
 

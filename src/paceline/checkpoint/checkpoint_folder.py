@@ -26,6 +26,7 @@ import torch
 from crc32c import crc32c
 from torch.utils._pytree import tree_leaves
 
+from ..cluster.topology.local_resources import file_system_type
 from ..plurals import named_ranks
 from ..security.files import open_regular
 from ..security.folders import NewFile
@@ -113,7 +114,8 @@ class ShardFile:
         self._fd = fd
         self.bytes = self.crc = 0
         self.error: OSError | None = None
-        self._is_direct = file_system(fd) in DIRECT_FILE_SYSTEMS and _set_direct(fd, True)
+        is_local = file_system_type(Path(f"/proc/self/fd/{fd}")) in DIRECT_FILE_SYSTEMS
+        self._is_direct = is_local and _set_direct(fd, True)
         self._pending = memoryview(map_memory(PENDING_BYTES))  # begins at a block of the file
         self._count = 0
 
@@ -172,18 +174,6 @@ class ShardFile:
         self._write(self._pending[whole : self._count])
         self._count = 0
         os.fsync(self._fd)
-
-
-def file_system(fd: int) -> str:
-    """Return the type of the file system of a file as the kernel lists it; "" if unknown."""
-    device = os.fstat(fd).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    found = [line.partition(" - ")[2].split() for line in lines if line.split()[2:3] == [number]]
-    return found[0][0] if found and found[0] else ""
 
 
 def _set_direct(fd: int, enabled: bool) -> bool:

@@ -8,11 +8,11 @@ manifest. Reading a shard then takes no more memory than the size of its file.
 import json
 import math
 import os
-import pickletools
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 
@@ -24,7 +24,7 @@ from ..record.ring.header_schema import MAX_RANKS
 from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import Count, check, load_json
-from .pickle_stack import HANDLERS, GlobalName, PickleError, PickleStack, constant
+from .pickle_stack import HANDLERS, GlobalName, Handler, PickleError, PickleStack, constant
 
 # 2: pieces of DTensors, and the identity of the save in each shard; 3: archives without CRC-32
 VERSION = 3
@@ -121,22 +121,13 @@ def check_pickle(data: bytes, records: Mapping[str, int], *, of_models: bool = F
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise PickleError(f"its data.pkl has {len(data):,} bytes, more than {MAX_PICKLE_BYTES:,}")
-    machine = _Machine(len(data), records, of_models)
-    try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
-            if count > MAX_OPCODES:
-                raise PickleError(f"its data.pkl has more than {MAX_OPCODES:,} opcodes")
-            if opcode.name not in _HANDLERS:
-                raise PickleError(f"its data.pkl has the opcode {opcode.name}")
-            _HANDLERS[opcode.name](machine, argument)
-    except PickleError:
-        raise
-    except (ValueError, IndexError, KeyError, AttributeError, TypeError):
-        raise PickleError("its data.pkl is malformed") from None
+    _Machine(len(data), records, of_models).interpret(data, _HANDLERS, MAX_OPCODES)
 
 
 class _Machine(PickleStack):
     """Stack and memo of an unpickler, with placeholders for the objects."""
+
+    subject = "its data.pkl"
 
     def __init__(self, size: int, records: Mapping[str, int], of_models: bool) -> None:
         super().__init__()
@@ -188,8 +179,10 @@ class _Machine(PickleStack):
             raise PickleError("a storage has another size than its record")
         self.stack.append(_Storage(count))
 
-    def reduce(self, _: Any) -> None:
-        function, arguments = self.pop(2)
+    def push_tuple(self, items: list[Any]) -> None:
+        self.stack.append(_Tuple(items))
+
+    def reduce(self, function: Any, arguments: Any) -> None:
         self.stack.append(_FUNCTIONS[function.name](self, *arguments.items))
 
     def encode(self, text: Any, encoding: Any) -> Any:
@@ -211,8 +204,7 @@ class _Machine(PickleStack):
         # otherwise hooks of a tensor, always empty
         return _ORDERED_DICT if self.of_models else _OTHER
 
-    def build(self, _: Any) -> None:
-        (state,) = self.pop(1)
+    def build(self, state: Any) -> None:
         if self.stack[-1] is not _ORDERED_DICT or state is not _DICT:
             raise PickleError("its data.pkl has attributes of a value that is no OrderedDict")
 
@@ -276,39 +268,32 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _push_tuple(count: int) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.stack.append(_Tuple(machine.pop(count)))
-
-
-def _push_marked(machine: _Machine, _: Any) -> None:
-    items = _Tuple(machine.pop_mark())
-    machine.stack.append(items)
-
-
-def _stop(machine: _Machine, _: Any) -> None:
-    machine.pop(1)
-
-
-_HANDLERS: dict[str, Callable[[Any, Any], None]] = {
+_HANDLERS: dict[str, Handler] = {
     **HANDLERS,
-    "STOP": _stop,
+    "STOP": lambda machine, _: machine.pop(1),
     "BINUNICODE": _Machine.text,
     "EMPTY_DICT": constant(_DICT),
     "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_TUPLE": _push_tuple(0),
-    "TUPLE1": _push_tuple(1),
-    "TUPLE2": _push_tuple(2),
-    "TUPLE3": _push_tuple(3),
-    "TUPLE": _push_marked,
-    "GLOBAL": _Machine.push_global,
     "BINPERSID": _Machine.push_storage,
-    "REDUCE": _Machine.reduce,
-    "BUILD": _Machine.build,
 }
 
 
 class DamagedCheckpointError(InvalidFileError):
     """A checkpoint that is corrupted or can't be read. The message names the file."""
+
+
+@contextmanager
+def name_damage(path: Path) -> Iterator[None]:
+    """Raise DamagedCheckpointError, which names the file, for any error of reading it."""
+    try:
+        yield
+    except DamagedCheckpointError:
+        raise
+    except OSError as error:
+        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
+    except Exception as error:  # torch may raise any exception for an invalid file
+        first = str(error).strip().splitlines()[:1]
+        raise DamagedCheckpointError(path, f"can't be loaded ({' '.join(first)})") from None
 
 
 class ShardEntry(TypedDict):
@@ -386,17 +371,14 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
         DamagedCheckpointError: The shard can't be read, or does not match the manifest.
     """
     path = folder / entry["name"]
-    try:
-        with open(open_regular(path, follow_links=False), "rb") as file:
-            size, crc = os.fstat(file.fileno()).st_size, 0
-            if size == entry["bytes"]:
-                add, block = _CHECKSUMS["crc32c" in entry], memoryview(bytearray(BLOCK_BYTES))
-                left = size
-                while count := file.readinto(block[: min(BLOCK_BYTES, left)]):
-                    crc = add(block[:count], crc)
-                    left -= count
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
+    with name_damage(path), open(open_regular(path, follow_links=False), "rb") as file:
+        size, crc = os.fstat(file.fileno()).st_size, 0
+        if size == entry["bytes"]:
+            add, block = _CHECKSUMS["crc32c" in entry], memoryview(bytearray(BLOCK_BYTES))
+            left = size
+            while count := file.readinto(block[: min(BLOCK_BYTES, left)]):
+                crc = add(block[:count], crc)
+                left -= count
     if size != entry["bytes"]:
         raise DamagedCheckpointError(path, f"has {size} bytes instead of {entry['bytes']}")
     if crc != entry.get("crc32c", entry.get("crc32")):
@@ -410,20 +392,21 @@ def read_shard(folder: Path, name: str) -> Any:
         DamagedCheckpointError: The shard can't be read, or is not a file that Paceline writes.
     """
     path = folder / name
-    try:
-        with open(open_regular(path, follow_links=False), "rb") as file:
-            check_archive(file, os.fstat(file.fileno()).st_size, path)
-            # b"" is pickled as a call of bytes(); the check above rejects calls with arguments.
-            with torch.serialization.safe_globals([bytes]):
-                # Mapped: a rank reads only what it needs of the pieces of other ranks. The path is
-                # that of the checked descriptor, because torch maps no file objects.
-                same = f"/dev/fd/{file.fileno()}"
-                return torch.load(same, map_location="cpu", weights_only=True, mmap=True)
-    except DamagedCheckpointError:
-        raise
-    except Exception as error:  # torch may raise any exception for an invalid file
-        first = str(error).strip().splitlines()[:1]
-        raise DamagedCheckpointError(path, f"can't be loaded ({' '.join(first)})") from None
+    with name_damage(path), open(open_regular(path, follow_links=False), "rb") as file:
+        check_archive(file, os.fstat(file.fileno()).st_size, path)
+        return map_archive(file)
+
+
+def map_archive(file: BinaryIO) -> Any:
+    """Return the content of a file that ``check_archive`` has accepted, mapped into memory.
+
+    A rank reads only what it needs of the pieces of other ranks. The path is that of the checked
+    descriptor, because torch maps no file objects.
+    """
+    # b"" is pickled as a call of bytes(); check_archive rejects calls with arguments.
+    with torch.serialization.safe_globals([bytes]):
+        same = f"/dev/fd/{file.fileno()}"
+        return torch.load(same, map_location="cpu", weights_only=True, mmap=True)
 
 
 def check_readable(path: Path, folder_fd: int) -> None:
@@ -439,10 +422,11 @@ def check_readable(path: Path, folder_fd: int) -> None:
     """
     fd = open_regular(path.name, dir_fd=folder_fd, follow_links=False)
     with open(fd, "rb") as file, zipfile.ZipFile(file) as archive:
-        (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+        members = archive.infolist()
+        (entry,) = [member for member in members if member.filename.endswith("/data.pkl")]
         # An opcode has at least one byte, so smaller pickles do not exceed the limit.
         if entry.file_size > MAX_OPCODES:
-            pickled, records = _read(archive, entry), _records(archive.infolist())
+            pickled, records = _read(archive, entry), _records(members)
             try:
                 check_pickle(pickled, records)
             except PickleError as error:
@@ -456,9 +440,9 @@ def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
     """Return the size in bytes of each tensor storage in an archive, by its key."""
     prefix = f"{members[0].filename.partition('/')[0]}/data/"
     return {
-        one.filename.removeprefix(prefix): one.file_size
-        for one in members
-        if one.filename.startswith(prefix)
+        member.filename.removeprefix(prefix): member.file_size
+        for member in members
+        if member.filename.startswith(prefix)
     }
 
 
@@ -478,8 +462,8 @@ def check_archive(file: BinaryIO, size: int, path: Path, *, of_models: bool = Fa
     try:
         archive = zipfile.ZipFile(file)
         members = archive.infolist()
-        stored = all(one.compress_type == zipfile.ZIP_STORED for one in members)
-        if not stored or sum(one.file_size for one in members) > size:
+        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not stored or sum(member.file_size for member in members) > size:
             reason = "can't be loaded (its members are compressed, or larger than the file)"
             raise DamagedCheckpointError(path, reason)
         pickled = _pickle_of(archive, members)
@@ -497,14 +481,14 @@ def _pickle_of(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> byte
     Raises:
         PickleError: torch may find other members than zipfile does, or data.pkl is too large.
     """
-    names = [one.orig_filename for one in members]
+    names = [member.orig_filename for member in members]
     prefix = names[0].partition("/")[0] if names else ""
     plain = all(MEMBER.fullmatch(name) and name.startswith(f"{prefix}/") for name in names)
     if not plain or len({name.lower() for name in names}) < len(names):
         raise PickleError("its members have names that torch.save does not write")
-    if archive.comment or min((one.header_offset for one in members), default=1):
+    if archive.comment or min((member.header_offset for member in members), default=1):
         raise PickleError("it is not an archive of torch.save")
-    entry = next((one for one in members if one.filename == f"{prefix}/data.pkl"), None)
+    entry = next((member for member in members if member.filename == f"{prefix}/data.pkl"), None)
     if entry is None or entry.file_size > MAX_PICKLE_BYTES:
         raise PickleError(f"it has no data.pkl of at most {MAX_PICKLE_BYTES:,} bytes")
     return _read(archive, entry)

@@ -15,8 +15,7 @@ import torch
 from . import checkpoint_folder
 from .checkpoint_folder import write_tensors
 from .formats.dcp_folder import is_dcp_folder, load_dcp
-from .formats.safetensors_file import read_safetensors, write_safetensors
-from .formats.torch_file import load_torch_file
+from .formats.tensor_files import load_torch_file, read_safetensors, write_safetensors
 from .manifest import MANIFEST, DamagedCheckpointError
 from .saver import load_checkpoint
 from .shard_content import verify_checkpoint

@@ -3,8 +3,11 @@
 ``manifest`` puts placeholders on the stack, and ``formats/dcp_folder`` the values themselves.
 """
 
-from collections.abc import Callable
+import pickletools
+from collections.abc import Callable, Mapping
 from typing import Any
+
+Handler = Callable[[Any, Any], None]  # of an opcode, with the stack and the opcode's argument
 
 
 class PickleError(ValueError):
@@ -21,7 +24,13 @@ class GlobalName:
 
 
 class PickleStack:
-    """The stack, its marks and the memo."""
+    """The stack, its marks and the memo. Subclasses say what tuples, items, globals and calls are.
+
+    Attributes:
+        subject: What the pickle is, in messages.
+    """
+
+    subject = "it"
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -53,18 +62,35 @@ class PickleStack:
             raise PickleError("it appends to a value that is not a list")
         self.stack[-1].extend(items)
 
-    def set_items(self, items: list[Any]) -> None:
-        """Set items, alternately keys and values, of the topmost value."""
-        raise NotImplementedError
+    def interpret(self, data: bytes, handlers: Mapping[str, Handler], max_opcodes: int) -> None:
+        """Call the handler of each opcode of a pickle.
+
+        Raises:
+            PickleError: The pickle has an opcode without handler or too many, or is malformed.
+        """
+        try:
+            for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
+                if count > max_opcodes:
+                    raise PickleError(f"{self.subject} has more than {max_opcodes:,} opcodes")
+                if opcode.name not in handlers:
+                    raise PickleError(f"{self.subject} has the opcode {opcode.name}")
+                handlers[opcode.name](self, argument)
+        except PickleError:
+            raise
+        except (ValueError, IndexError, KeyError, AttributeError, TypeError):
+            raise PickleError(f"{self.subject} is malformed") from None
 
 
-def constant(value: Any) -> Callable[[PickleStack, Any], None]:
+def constant(value: Any) -> Handler:
     """Return the handler of an opcode that pushes always the same value."""
     return lambda machine, _: machine.push(value)
 
 
-# By opcode: what handles it, with the stack and the argument of the opcode.
-HANDLERS: dict[str, Callable[[Any, Any], None]] = {
+def _push_tuple(count: int) -> Handler:
+    return lambda machine, _: machine.push_tuple(machine.pop(count))
+
+
+HANDLERS: dict[str, Handler] = {
     "PROTO": lambda _machine, _argument: None,
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), PickleStack.push),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), PickleStack.put),
@@ -77,4 +103,11 @@ HANDLERS: dict[str, Callable[[Any, Any], None]] = {
     "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
     "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop_mark()),
+    **{
+        name: _push_tuple(n) for n, name in enumerate(("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"))
+    },
+    "TUPLE": lambda machine, _: machine.push_tuple(machine.pop_mark()),
+    "GLOBAL": lambda machine, name: machine.push_global(name),
+    "REDUCE": lambda machine, _: machine.reduce(*machine.pop(2)),
+    "BUILD": lambda machine, _: machine.build(*machine.pop(1)),
 }

@@ -341,7 +341,7 @@ def _all_of_it() -> None:
 
 def _check(folder: Path, workers: int | None, json: Path | None) -> int:
     from ..data.format.shard_format import load_meta
-    from ..data.verify import verify
+    from ..data.shards import verify
 
     meta, began = load_meta(folder), time.monotonic()
     with progress("read back", meta.samples) as step:

@@ -5,7 +5,9 @@ import errno
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,9 @@ from ..plurals import counted
 from ..security.files import InvalidFileError, open_regular
 from .fork_locks import ForkSafeLock
 from .format import shard_format
-from .format.decode import decode
-from .format.meta_schema import MAX_SAMPLE_BYTES, nbytes
+from .format.decode import decode, read_part
+from .format.meta_schema import MAX_SAMPLE_BYTES, ArraySpec, DatasetMeta, nbytes
 from .format.sample_names import SampleNames
-from .format.sample_part import read_part
 from .format.shard_format import (
     FILE,
     IMAGE,
@@ -27,14 +28,13 @@ from .format.shard_format import (
     META_FILE,
     NAMES_FILE,
     RAW,
-    ArraySpec,
     DataError,
-    DatasetMeta,
     IndexRow,
 )
 from .staging.fetch_shards import whole
 from .staging.staged_sets import open_staged_here
 
+VERIFIED_TOGETHER = 64  # samples that a thread of ``verify`` reads at a time
 PIECE_BYTES = 1 << 20  # of a file that is read as a whole
 CHANGED = "a byte has changed (its checksum differs)"
 MAX_CLASSES = 1 << 24
@@ -65,8 +65,9 @@ def make_row_check(meta: DatasetMeta) -> Callable[[IndexRow], None]:
         if encoding == RAW and length == raw_bytes and own_shape == shape and own_dtype == dtype:
             return
         if alike is not None and (own_shape != shape or own_dtype != dtype):
-            told = f"its row says {own_dtype} of {own_shape}"
-            raise ValueError(f"{told}, but {META_FILE} says {dtype} of {shape}")
+            raise ValueError(
+                f"its row says {own_dtype} of {own_shape}, but {META_FILE} says {dtype} of {shape}"
+            )
         _check_sizes(row, tail)
 
     return check
@@ -489,3 +490,52 @@ def _open(path: Path) -> int:
         raise DataError(path, -1, 0, "is missing. HINT: copy it, or pack again") from None
     except OSError as error:
         raise DataError(path, -1, 0, f"can't be opened: {error.strerror}") from None
+
+
+def verify(
+    folder: str | os.PathLike[str],
+    workers: int | None = None,
+    step: Callable[[int, int], None] | None = None,
+) -> list[DataError]:
+    """Read every byte and decode every sample of a packed dataset; return the errors.
+
+    They are those of damaged samples, and of index.bin and names.txt as whole files. Verification
+    continues after an error. step: called with the samples and bytes verified so far. Raises
+    DataError if the folder holds no dataset.
+    """
+    shards = Shards(Path(folder))
+    waiting: deque[Future[tuple[int, list[DataError]]]] = deque()
+    found = shards.check_files()
+    done = size = at = 0
+    workers = workers or len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(workers, "paceline-check")
+    try:
+        while at < len(shards) or waiting:
+            while at < len(shards) and len(waiting) < 2 * workers:
+                waiting.append(
+                    pool.submit(
+                        _verify_chunk, shards, range(at, min(at + VERIFIED_TOGETHER, len(shards)))
+                    )
+                )
+                at += VERIFIED_TOGETHER
+            read, bad = waiting.popleft().result()
+            found += bad
+            done, size = min(done + VERIFIED_TOGETHER, len(shards)), size + read
+            if step is not None:
+                step(done, size)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _verify_chunk(shards: Shards, chosen: range) -> tuple[int, list[DataError]]:
+    scratch, size, bad = ScratchBuffer(), 0, []
+    for i in chosen:
+        try:
+            row, data, _ = shards.read_raw(i, scratch)
+            size += row.length
+            if row.encoding != FILE:
+                shards.decode_sample(i, row, data)
+        except DataError as error:
+            bad.append(error.with_traceback(None))
+    return size, bad

@@ -1,6 +1,7 @@
-"""A model file in Python, through the library that solvers call (``native/``)."""
+"""The library that solvers call (``native/``): a model file in Python, and flags of compilers."""
 
 import ctypes
+import shutil
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint, c_void_p
 from functools import cache
@@ -12,6 +13,7 @@ from .specification import DTYPES, ModelSpec
 
 NATIVE = Path(__file__).parent / "native"
 LIBRARY_PATH = NATIVE / "lib" / "libpaceline.so"
+LANGUAGES = ("c", "c++", "fortran", "prefix")
 CODES = {"float32": 1, "float64": 2}
 
 
@@ -164,3 +166,36 @@ def new_outputs(spec: ModelSpec, sizes: Mapping[str, int]) -> list[torch.Tensor]
     """Return empty tensors for the outputs of a call."""
     dtype = DTYPES[spec.dtype]
     return [torch.empty(one.concrete(sizes), dtype=dtype) for one in spec.outputs]
+
+
+def build_flags(language: str) -> str:
+    """Return what a compiler needs beside the source file; for Fortran also the module's source.
+
+    Raises:
+        ValueError: The language is unknown, or the library was not built.
+    """
+    if language not in LANGUAGES:
+        raise ValueError(f"unknown language {language}. HINT: {', '.join(LANGUAGES)}")
+    if not LIBRARY_PATH.exists():
+        raise ValueError(
+            f"{LIBRARY_PATH} does not exist. HINT: install a C compiler, then run {NATIVE}/build.sh"
+        )
+    if language == "prefix":
+        return str(NATIVE)
+    link = f"-L{NATIVE}/lib -Wl,-rpath,{NATIVE}/lib -lpaceline"
+    if language == "fortran":
+        return f"{NATIVE}/fortran/paceline.f90 {link}"
+    return f"-I{NATIVE}/include {link}"
+
+
+def copy_runtime(folder: Path) -> None:
+    """Copy library, headers, sources and build files to a new folder, for nodes without Python.
+
+    Raises:
+        ValueError: The folder exists, or the library was not built.
+        OSError: It can't be written.
+    """
+    build_flags("prefix")
+    if folder.exists():
+        raise ValueError(f"{folder} exists. HINT: choose a new folder")
+    shutil.copytree(NATIVE, folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -33,8 +33,7 @@ from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
 from ..record.trial_reports import trial_reporter
 from ..record.watch.seed_shift import note_seeded, seed_shift
-from .checkpoint_interval import CheckpointInterval
-from .checkpointing import Checkpointer
+from .checkpointing import Checkpointer, CheckpointInterval
 from .collectives import Collectives
 from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
@@ -44,7 +43,6 @@ from .layouts.export_file import export_from_world, gather_stages
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
-from .nonfinite import MODES
 from .optimizer_step import OptimizerSteps
 from .process_group import (
     attempt_store,
@@ -54,6 +52,7 @@ from .process_group import (
     select_device,
 )
 from .progress import Progress, format_value
+from .training_checks import MODES
 from .training_state import Position, TrainingState
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
@@ -332,7 +331,9 @@ class World(ModelDistribution):
         """Return the rule's factor for the present batch of a schedule, over its first one."""
         loaders = self._loops.loaders
         batches = [
-            one.batch for one in loaders if one.schedule == schedule and not one.every_sample_once
+            loader.batch
+            for loader in loaders
+            if loader.schedule == schedule and not loader.every_sample_once
         ]
         # none where the batch was set from outside of the script
         batch = batches[0] if batches else schedule.at(self._state.position.epoch)
@@ -530,11 +531,12 @@ class World(ModelDistribution):
         Raises:
             ValueError: The model can't be exported; the error says why.
         """
-        args = (inputs, build, bounds, fields, backends, tolerance)
+        options: dict[str, Any] = {"inputs": inputs, "bounds": bounds, "fields": fields}
+        options |= {"backends": backends, "tolerance": tolerance}
         result, error = None, None
         try:
             gathered = self._gather_divided(model, build is not None)
-            result = export_from_world(model, Path(path), self.rank, *args, gathered)
+            result = export_from_world(model, Path(path), self.rank, build, gathered, **options)
         except Exception as failed:
             error = failed
         # All ranks learn of an error together, and the file exists on return.
@@ -542,7 +544,7 @@ class World(ModelDistribution):
         texts = self._collectives.gather(text, str | None)
         if error is not None:
             raise error
-        if (first := next((one for one in texts if one is not None), None)) is not None:
+        if (first := next(filter(None, texts), None)) is not None:
             raise ValueError(f"world.export failed on another rank: {first}")
         return result
 

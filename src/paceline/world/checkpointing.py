@@ -6,11 +6,14 @@ it at the same step, whenever a signal reaches each of them. (A rank that acted 
 would leave one step before another, which would then wait for it forever.)
 """
 
+import functools
+import re
 import socket
 import time
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ..checkpoint import checkpoint_folder, state_tree
 from ..checkpoint.saver import (
@@ -34,13 +37,42 @@ from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
 from ..security import shared_folder
 from ..security.error_reason import error_reason
-from .checkpoint_interval import CheckpointInterval
 from .collectives import Collectives
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState
 
+T = TypeVar("T")
+
 AGREEMENT_INTERVAL_S = 1.0  # between two agreements on whether to save or to exit
 MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the interval was computed
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """Interval between two checkpoints. ``unit`` is "epoch", "step" or "second"."""
+
+    number: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str | int) -> "CheckpointInterval":
+        """Parse "epoch", "2 epochs", 500 or "500 steps", "30s", "10min" or "1h".
+
+        Raises ValueError for anything else.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]*)\s*", str(text))
+        number, unit = match.groups() if match else (None, "")
+        unit = {"": "step" if number else "", "epochs": "epoch", "steps": "step"}.get(unit, unit)
+        value = float(number) if number else 1.0
+        if value > 0 and unit in _SECONDS:
+            return cls(value * _SECONDS[unit], "second")
+        if value >= 1 and value == int(value) and unit in ("epoch", "step"):
+            return cls(value, unit)
+        raise ValueError(
+            f"world.epochs: every must be a number of epochs, steps or a time; this is {text!r}. "
+            "HINT: every='epoch', '2 epochs', 500 (steps), '30s', '10min' or '1h'"
+        )
 
 
 # Keys of a checkpoint's tree as JSON, in which ranks exchange them.
@@ -129,24 +161,33 @@ class Checkpointer:
         Raises ValueError where checkpoints can't be written, another run uses the folder, or ranks
         do not share it.
         """
-        problem = None
-        try:
+
+        def check() -> None:
             checkpoint_folder.check_writable(self.saver.directory)
             self.saver.lock(self.say)
             self.state.shared_state()
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
-        except ValueError as error:
-            problem = error
-        self._raise_together(problem, "save checkpoints")
+
+        self._together(check, "save checkpoints")
         if self.saver.size > 1:
             self._check_shared_folder()
 
-    def _raise_together(self, problem: ValueError | None, what: str) -> None:
-        """Raise ValueError on all ranks where one has a problem. Collective."""
+    def _together(self, act: Callable[[], T], what: str) -> T:
+        """Return the result of ``act``, or raise ValueError on all ranks where one has a problem.
+
+        Collective.
+        """
+        problem: ValueError | None = None
+        result: Any = None
+        try:
+            result = act()
+        except ValueError as error:
+            problem = error
         reasons = self.collectives.gather(str(problem or ""), str)
         if failed := [rank for rank, reason in enumerate(reasons) if reason]:
             named = self.collectives.mesh.named(failed)
             raise problem or ValueError(f"{named} can't {what}: {reasons[failed[0]]}")
+        return cast(T, result)
 
     def _check_shared_folder(self) -> None:
         """Raise ValueError on all ranks where one does not see the folder of rank 0."""
@@ -204,17 +245,8 @@ class Checkpointer:
         for line in self.state.restore_warnings(shared, own, size):
             self.saver.warn(line)
 
-        def restore() -> Position:
-            problem = position = None
-            try:
-                position = self.state.load(shared, own, rank, size)
-            except ValueError as error:
-                problem = error
-            self._raise_together(problem, "restore the checkpoint")
-            assert position is not None
-            return position
-
-        return restore
+        load = functools.partial(self.state.load, shared, own, rank, size)
+        return lambda: self._together(load, "restore the checkpoint")
 
     def after_batch(self) -> None:
         """Save if a checkpoint is due, and exit early if that was requested. Called between

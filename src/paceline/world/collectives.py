@@ -31,7 +31,7 @@ class Collectives:
         if self.mesh.size > 1:
             if self.mesh.rank not in self._counted_ranks():
                 numbers.zero_()
-            self._add(numbers, dist.group.WORLD)
+            self._reduce(numbers, dist.group.WORLD)
         return numbers
 
     def _counted_ranks(self) -> Collection[int]:
@@ -44,19 +44,18 @@ class Collectives:
         """
         self._before()
         if self.mesh.data_size > 1:
-            self._add(numbers, self.mesh.data_group)
+            self._reduce(numbers, self.mesh.data_group)
         return numbers
 
     def largest(self, numbers: torch.Tensor) -> None:
         """Replace numbers by the largest ones of all ranks."""
-        sent = exchangeable(numbers)
-        dist.all_reduce(sent, dist.ReduceOp.MAX)
-        if sent is not numbers:
-            numbers.copy_(sent)
+        self._reduce(numbers, dist.group.WORLD, dist.ReduceOp.MAX)
 
-    def _add(self, numbers: torch.Tensor, group: Any) -> None:
+    def _reduce(
+        self, numbers: torch.Tensor, group: Any, operation: Any = dist.ReduceOp.SUM
+    ) -> None:
         sent = exchangeable(numbers, group)
-        dist.all_reduce(sent, group=group)
+        dist.all_reduce(sent, operation, group)
         if sent is not numbers:
             numbers.copy_(sent)
 
@@ -70,7 +69,7 @@ class Collectives:
             return bool(flag)
         self._before()
         found = torch.tensor([float(bool(flag))])
-        self._add(found, dist.group.WORLD)
+        self._reduce(found, dist.group.WORLD)
         return bool(found.item())
 
     def from_rank_0(self, numbers: list[int]) -> list[int]:

@@ -1,7 +1,8 @@
 """The optimizer step: weighted losses, accumulation, mixed precision, clipping."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.sampling.sample_order import BatchShare
 from ..knobs.learning_rate import scaled_rates
-from ..optim.gradients import gradients_of, has_gradients, parameters_of
-from ..optim.loss_scaling import LossScaling
+from ..optim.gradients import LossScaling, gradients_of, has_gradients, parameters_of
 from ..optim.whole_norms import holds_shards
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.changed_parameters import watch_parameters
@@ -27,8 +27,7 @@ from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
-from .nonfinite import FiniteCheck, validate_mode
-from .replicas import ReplicaDivergenceCheck
+from .training_checks import FiniteCheck, ReplicaDivergenceCheck, validate_mode
 
 
 class OptimizerSteps:
@@ -183,12 +182,12 @@ class OptimizerSteps:
     def backward(self, loss: torch.Tensor) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
-            found = (
+            shown = (
                 f"has the shape {tuple(loss.shape)}" if is_tensor else f"is a {type(loss).__name__}"
             )
             raise ValueError(
                 "world.backward: the loss must be a tensor of one element, the batch's mean; "
-                f"this {found}. HINT: world.backward(loss.mean())"
+                f"this {shown}. HINT: world.backward(loss.mean())"
             )
         with self._backward_of(loss, "world.backward"):
             self._scaled(loss).backward()
@@ -196,7 +195,7 @@ class OptimizerSteps:
     def forward_backward(
         self, model: nn.Module, inputs: Any, targets: Any, loss: Loss
     ) -> torch.Tensor:
-        distributed = next((one for one in self.models if one.called is model), None)
+        distributed = next((known for known in self.models if known.called is model), None)
         if distributed is None:
             raise ValueError(
                 f"world.forward_backward: this {type(model).__name__} is not one that "
@@ -223,13 +222,20 @@ class OptimizerSteps:
                 self._watch.note_loss(mean)
         return mean
 
-    def _backward_of(self, loss: torch.Tensor | None, call: str) -> "_Backward":
+    @contextmanager
+    def _backward_of(self, loss: torch.Tensor | None, call: str) -> Iterator[None]:
         """Return the context of the backward of one batch; None: another rank computes its loss.
 
         Args:
             call: What the script calls, for messages.
         """
-        return _Backward(self, loss, call)
+        start = self._begin_backward(loss, call)
+        is_complete = False
+        try:
+            yield
+            is_complete = True
+        finally:
+            self._end_backward(start, is_complete)
 
     def _begin_backward(self, loss: torch.Tensor | None, call: str) -> int:
         """Check the loss, and return the start of the backward (ns)."""
@@ -464,7 +470,7 @@ class OptimizerSteps:
 
     def _rate_factor(self, optimizer: Optimizer) -> float:
         """Return the factor of an optimizer's learning rate in the present step."""
-        return math.prod(of() for one, of in self.rate_factors if one is optimizer)
+        return math.prod(factor() for known, factor in self.rate_factors if known is optimizer)
 
     # before a save or a validation
 
@@ -485,17 +491,3 @@ class OptimizerSteps:
     def check_previous_loss(self) -> None:
         """On a GPU: raise where the previous loss or gradient was not finite."""
         self._finite_check.report_pending()
-
-
-class _Backward:
-    """Context of the backward of one batch."""
-
-    def __init__(self, steps: OptimizerSteps, loss: torch.Tensor | None, call: str) -> None:
-        self._steps, self._loss, self._call = steps, loss, call
-        self._start = 0
-
-    def __enter__(self) -> None:
-        self._start = self._steps._begin_backward(self._loss, self._call)
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._steps._end_backward(self._start, is_complete=kind is None)

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -50,13 +50,7 @@ class Position:
         return bool(self.open or self.passes)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "passes": dict(self.passes),
-            "open": dict(self.open),
-            "batch": dict(self.batch),
-            "schedules": {number: dict(sizes) for number, sizes in self.schedules.items()},
-        }
+        return asdict(self)
 
 
 def random_states() -> dict[str, Any]:

@@ -62,7 +62,6 @@ ALLOWED = {
     "data/loading/workers.py": "what this process has pickled",
     "checkpoint/manifest.py": "weights_only=True, after check_pickle",
     "checkpoint/formats/dcp_folder.py": "weights_only=True, after check_pickle",
-    "checkpoint/formats/torch_file.py": "weights_only=True, after check_pickle",
     "observe/replays/stored_run.py": "what this run has stored in its private folder",
     "comm/rehearsal/cuda_on_cpu.py": "torch.load of the script, with its own arguments",
     "compat/horovod/torch/objects.py": "between ranks that have proved to be of the job",

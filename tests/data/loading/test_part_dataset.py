@@ -8,8 +8,9 @@ import pytest
 import zarr
 
 from paceline.data import Loader, Shards, pack
-from paceline.data.format import sample_part
-from paceline.data.format.shard_format import ArraySpec, DataError
+from paceline.data.format import decode as sample_part
+from paceline.data.format.meta_schema import ArraySpec
+from paceline.data.format.shard_format import DataError
 from paceline.data.loading.open_dataset import PartDataset
 from paceline.data.shards import ScratchBuffer
 from paceline.data.sources.formats.hdf5 import HDF5Rows

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.cli import app
+from paceline.cluster.topology import local_resources
 from paceline.data.packing import striping
-from paceline.data.staging import free_space
 
 LFS = """#!/bin/sh
 echo "$@" >> {calls}
@@ -33,8 +33,11 @@ def lustre(tmp_path, monkeypatch):
     tools.mkdir()
     mounts = tmp_path / "mounts"
     point = str(folder).replace(" ", "\\040")
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\n10.0.0.1@o2ib:/l {point} lustre rw,flock 0 0\n")
-    monkeypatch.setattr(free_space, "MOUNTS", mounts)
+    mounts.write_text(
+        "22 1 8:1 / / rw - ext4 /dev/sda rw\n"
+        f"40 22 0:50 / {point} rw,flock - lustre 10.0.0.1@o2ib:/l rw\n"
+    )
+    monkeypatch.setattr(local_resources, "MOUNTS", mounts)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
 
     class Lustre:

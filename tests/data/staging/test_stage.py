@@ -15,10 +15,10 @@ import ranks
 import sets
 from needs import need
 
+from paceline.cluster.topology.local_resources import file_system_type
 from paceline.data import DataError, Loader, Shards, pack, shards
 from paceline.data.staging import stage as staging
 from paceline.data.staging import staged_sets
-from paceline.data.staging.free_space import free, kind_of
 from paceline.data.staging.stage import stage
 from paceline.data.staging.staged_sets import VARIABLE
 
@@ -178,7 +178,7 @@ def test_full_disk_keeps_complete_shards(packed, tmp_path, monkeypatch):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=44k", "tmpfs", disk], check=True)
     try:
         # Another job fills the disk after this check.
-        monkeypatch.setattr(staging, "free", lambda _: 1 << 30)
+        monkeypatch.setattr(staging, "free_space", lambda _: 1 << 30)
         with pytest.raises(ValueError, match=r"No space left on device.*HINT: make room, or limit"):
             stage(packed, disk)
         monkeypatch.setenv(VARIABLE, str(disk))
@@ -218,10 +218,10 @@ def test_changed_permission_is_reported_and_training_continues(packed, tmp_path)
 
 
 def test_free_space_of_tmpfs_is_limited_by_available_memory():
-    assert kind_of(Path("/dev/shm")) in ("tmpfs", "ramfs")
+    assert file_system_type(Path("/dev/shm")) in ("tmpfs", "ramfs")
     told = Path("/proc/meminfo").read_text()
     available = int(told.split("MemAvailable:")[1].split()[0]) << 10
-    assert 0 < free(Path("/dev/shm")) < 1.2 * available
+    assert 0 < staging.free_space(Path("/dev/shm")) < 1.2 * available
 
 
 def test_reading_during_staging(packed, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from fuzz.scratch import new_folder
-from paceline.data.packing import pack_state
 from paceline.data.packing.pieces import PARTITION_FILE, Partition, complete_pieces, piece_name
 from paceline.data.packing.shard_writer import PIECE_STATE_FILE, ShardWriter
 from paceline.data.packing.unfinished import KIND, PLAN_FILE, WORK_FOLDER, _prepare
@@ -73,7 +72,7 @@ def run(data: bytes) -> None:
                 writer.adopt_piece(PIECE)
             assert writer.samples in (0, 2, 4), writer.samples
             json.dumps(writer.statistics.as_json())
-            pack_state.as_json(writer._state(0))
+            json.dumps(writer._state(0))
         finally:
             writer.abort()
     finally:

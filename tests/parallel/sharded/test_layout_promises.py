@@ -189,7 +189,7 @@ PRECISION = """
     from torch import nn
     from torch.optim import Optimizer
     import paceline
-    from paceline.optim.loss_scaling import LossScaling
+    from paceline.optim.gradients import LossScaling
 
     world = paceline.init(progress=False)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))

@@ -23,7 +23,7 @@ from paceline.data.format.shard_format import (
     load_meta,
     read_meta_checksum,
 )
-from paceline.data.verify import verify
+from paceline.data.shards import verify
 from paceline.security.files import InvalidFileError
 
 
@@ -50,7 +50,7 @@ def arrays(tmp_path):
 def limited(code: str, *words: object, megabytes: int = 1024) -> subprocess.CompletedProcess[str]:
     """Run Python code with a memory limit above its imports and a time limit of 60 seconds."""
     head = (
-        "import resource, sys, paceline.data.verify\nfrom paceline.data import Shards, Loader\n"
+        "import resource, sys, paceline.data.shards\nfrom paceline.data import Shards, Loader\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         f"resource.setrlimit(resource.RLIMIT_AS, (size + ({megabytes} << 20),) * 2)\n"
     )
@@ -139,7 +139,7 @@ def test_zstd_output_is_limited_to_size_in_index(tmp_path, kind):
     bomb = b"".join(maker.compress(bytes(1 << 20)) for _ in range(512)) + maker.flush()
     hostile.sample_replaced(tmp_path / "set", 1, bomb, (8,), encoding=ZSTD)
     code = (
-        "print(*paceline.data.verify.verify(sys.argv[1], 1), sep='\\n')\n"
+        "print(*paceline.data.shards.verify(sys.argv[1], 1), sep='\\n')\n"
         "try:\n    Shards(sys.argv[1])[1]\nexcept ValueError as error:\n    print(error)\n"
     )
     done = limited(code, tmp_path / "set", megabytes=200)
@@ -192,7 +192,7 @@ def test_image_size_is_checked_before_decoding(copy):
     Image.new("L", (9000, 9000)).save(copy.parent / "large.png")
     data = (copy.parent / "large.png").read_bytes()
     hostile.sample_replaced(copy, 3, data, (20, 24, 3), "uint8", IMAGE)
-    done = limited("print(*paceline.data.verify.verify(sys.argv[1], 1))", copy, megabytes=200)
+    done = limited("print(*paceline.data.shards.verify(sys.argv[1], 1))", copy, megabytes=200)
     assert "is an image of (9000, 9000), but its row says (20, 24, 3)" in done.stdout, done
 
 

@@ -8,18 +8,15 @@ checked like a shard of Paceline.
 import io
 import itertools
 import os
-import pickletools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...security.error_reason import error_reason
 from ...security.files import open_regular, read_regular
-from ..manifest import DamagedCheckpointError, check_archive
-from ..pickle_stack import HANDLERS, GlobalName, PickleError, PickleStack, constant
+from ..manifest import DamagedCheckpointError, check_archive, name_damage
+from ..pickle_stack import HANDLERS, GlobalName, Handler, PickleError, PickleStack
 from ..sharded_tensor import Index, Piece, PieceError, SavedTensor
 
 METADATA = ".metadata"
@@ -74,22 +71,11 @@ def read_records(data: bytes) -> Record:
         PickleError: PyTorch does not write such a file, or it exceeds a limit.
     """
     machine = _Machine()
-    try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
-            handler = _HANDLERS.get(opcode.name)
-            if handler is None:
-                raise PickleError(f"it has the opcode {opcode.name}")
-            if count > MAX_OPCODES or machine.objects > MAX_OBJECTS:
-                raise PickleError(f"over {MAX_OPCODES:,} opcodes or {MAX_OBJECTS:,} objects")
-            handler(machine, argument)
-        (found,) = machine.stack
-    except PickleError:
-        raise
-    except (ValueError, IndexError, KeyError, AttributeError, TypeError):
-        raise PickleError("it is malformed") from None
-    if not isinstance(found, Record):
+    machine.interpret(data, _HANDLERS, MAX_OPCODES)
+    if len(machine.stack) != 1 or not isinstance(machine.stack[0], Record):
         raise PickleError("it is no record")
-    return found
+    record: Record = machine.stack[0]
+    return record
 
 
 class _Machine(PickleStack):
@@ -101,7 +87,12 @@ class _Machine(PickleStack):
 
     def push_object(self, value: Any) -> None:
         self.objects += 1
+        if self.objects > MAX_OBJECTS:
+            raise PickleError(f"it has more than {MAX_OBJECTS:,} objects")
         self.stack.append(value)
+
+    def push_tuple(self, items: list[Any]) -> None:
+        self.push_object(tuple(items))
 
     def memoize(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
@@ -128,8 +119,7 @@ class _Machine(PickleStack):
             raise PickleError(f"it makes an object of {kind.name[:80]!r}")
         self.push_object(Record())
 
-    def reduce(self, _: Any) -> None:
-        function, arguments = self.pop(2)
+    def reduce(self, function: Any, arguments: Any) -> None:
         if function.name == _SIZE:
             (sizes,) = arguments
             self.push(sizes)
@@ -138,8 +128,7 @@ class _Machine(PickleStack):
         else:
             raise PickleError(f"it calls {function.name[:80]!r}")
 
-    def build(self, _: Any) -> None:
-        (state,) = self.pop(1)
+    def build(self, state: Any) -> None:
         if not isinstance(self.stack[-1], Record) or not isinstance(state, dict | tuple):
             raise PickleError("it has fields of a value that is no record")
         self.stack[-1].state = state
@@ -154,31 +143,15 @@ class _Machine(PickleStack):
             own[key] = value
 
 
-def _tuple(count: int) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.push_object(tuple(machine.pop(count)))
-
-
-def _nothing(_: _Machine, _argument: Any) -> None:
-    pass
-
-
-_HANDLERS: dict[str, Callable[[Any, Any], None]] = {
+_HANDLERS: dict[str, Handler] = {
     **HANDLERS,
-    **dict.fromkeys(("FRAME", "STOP"), _nothing),
+    **dict.fromkeys(("FRAME", "STOP"), lambda _machine, _argument: None),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE"), _Machine.push),
     "EMPTY_DICT": lambda machine, _: machine.push_object({}),
     "EMPTY_LIST": lambda machine, _: machine.push_object([]),
-    "EMPTY_TUPLE": constant(()),
-    "TUPLE1": _tuple(1),
-    "TUPLE2": _tuple(2),
-    "TUPLE3": _tuple(3),
-    "TUPLE": lambda machine, _: machine.push_object(tuple(machine.pop_mark())),
     "MEMOIZE": _Machine.memoize,
-    "GLOBAL": _Machine.push_global,
     "STACK_GLOBAL": _Machine.stack_global,
     "NEWOBJ": _Machine.new_object,
-    "REDUCE": _Machine.reduce,
-    "BUILD": _Machine.build,
 }
 
 
@@ -218,25 +191,23 @@ def load_dcp(folder: Path) -> dict[str, SavedTensor]:
 
 def _read_metadata(path: Path) -> tuple[dict[str, Index], dict[Record, Record]]:
     """Return the shape of each tensor, and where each piece is stored."""
-    try:
-        root = read_records(read_regular(path, MAX_METADATA_BYTES, follow_links=False))
-        entries, storage = root.get("state_dict_metadata"), root.get("storage_data")
-        if not isinstance(entries, dict) or not isinstance(storage, dict):
-            raise PickleError("it does not list tensors and their files")
-        if not all(isinstance(one, Record) for one in (*entries.values(), *storage.values())):
-            raise PickleError("an entry is no record")
-        if not all(isinstance(one, Record) for one in storage):
-            raise PickleError("the index of a piece is no record")
-        sizes = {name: entry.get("size") for name, entry in entries.items()}
-        found = {name: size for name, size in sizes.items() if size is not None}
-        if not all(isinstance(name, str) and _is_index(size) for name, size in found.items()):
-            raise PickleError("a tensor has an invalid name or size")
-        return found, storage
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
-    except PickleError as error:
-        reason = f"is not the metadata of torch.distributed.checkpoint ({error})"
-        raise DamagedCheckpointError(path, reason) from None
+    with name_damage(path):
+        try:
+            root = read_records(read_regular(path, MAX_METADATA_BYTES, follow_links=False))
+            entries, storage = root.get("state_dict_metadata"), root.get("storage_data")
+            if not isinstance(entries, dict) or not isinstance(storage, dict):
+                raise PickleError("it does not list tensors and their files")
+            records = (*entries.values(), *storage, *storage.values())
+            if not all(isinstance(record, Record) for record in records):
+                raise PickleError("an entry or the index of a piece is no record")
+            sizes = {name: entry.get("size") for name, entry in entries.items()}
+            shapes = {name: size for name, size in sizes.items() if size is not None}
+            if not all(isinstance(name, str) and _is_index(size) for name, size in shapes.items()):
+                raise PickleError("a tensor has an invalid name or size")
+            return shapes, storage
+        except PickleError as error:
+            reason = f"is not the metadata of torch.distributed.checkpoint ({error})"
+            raise DamagedCheckpointError(path, reason) from None
 
 
 class Place(NamedTuple):
@@ -248,7 +219,7 @@ class Place(NamedTuple):
 
 
 def _place(info: Record, path: Path) -> Place:
-    name, offset, length = (info.get(one) for one in ("relative_path", "offset", "length"))
+    name, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name.startswith(".."):
         raise DamagedCheckpointError(path, f"names the file {name!r:.80}")
     if not _is_index((offset, length)):
@@ -266,28 +237,20 @@ def _check_disjoint(places: list[Place], path: Path) -> None:
 
 
 def _is_index(value: Any) -> bool:
-    return type(value) is tuple and all(type(one) is int and one >= 0 for one in value)
+    return type(value) is tuple and all(type(number) is int and number >= 0 for number in value)
 
 
 def _read_piece(folder: Path, place: Place) -> torch.Tensor:
     """Return the tensor in a part of a rank's file."""
     path = folder / place.file
-    try:
-        with open(open_regular(path, follow_links=False), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if place.offset + place.length > size:
-                raise DamagedCheckpointError(path, f"has only {size:,} bytes")
-            file.seek(place.offset)
-            part = io.BytesIO(file.read(place.length))
+    with name_damage(path), open(open_regular(path, follow_links=False), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if place.offset + place.length > size:
+            raise DamagedCheckpointError(path, f"has only {size:,} bytes")
+        file.seek(place.offset)
+        part = io.BytesIO(file.read(place.length))
         check_archive(part, place.length, path)
         tensor = torch.load(part, map_location="cpu", weights_only=True)
-    except DamagedCheckpointError:
-        raise
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
-    except Exception as error:  # torch may raise any exception for an invalid file
-        first = str(error).strip().splitlines()[:1]
-        raise DamagedCheckpointError(path, f"can't be loaded ({' '.join(first)})") from None
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         raise DamagedCheckpointError(path, "contains a piece that is no dense tensor")
     return tensor.detach()

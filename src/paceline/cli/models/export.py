@@ -160,7 +160,7 @@ def export(
 
 
 def _show_runtime(language: str, folder: Path | None) -> None:
-    from ...deploy import build_flags
+    from ...deploy import native_model as build_flags
 
     if folder is not None:
         build_flags.copy_runtime(folder)

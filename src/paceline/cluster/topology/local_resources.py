@@ -1,7 +1,11 @@
-"""The cores and memory of this host that this process may use."""
+"""The cores and memory of this host that this process may use, and its file systems."""
 
 import os
+import re
 from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
 
 
 def allowed_threads() -> list[int]:
@@ -77,3 +81,20 @@ def parse_ranges(text: str) -> list[int]:
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)
     return found
+
+
+def file_system_type(path: Path) -> str:
+    """Return the type of the file system of a path as the kernel lists it; "" if unknown."""
+    real, nearest, kind = os.path.realpath(path), "", ""
+    try:
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        # The kernel writes a space in a path as \040.
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(nearest):  # the last of several mounts covers the others
+            nearest, kind = point, after.split(" ")[0]
+    return kind

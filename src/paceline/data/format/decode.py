@@ -1,4 +1,4 @@
-"""Decode the bytes of a sample to an array, and read the headers of images for packing.
+"""Decode samples to arrays, read parts of arrays, and read the headers of images for packing.
 
 The decoders release the GIL, so threads decode in parallel.
 """
@@ -6,14 +6,16 @@ The decoders release the GIL, so threads decode in parallel.
 import functools
 import importlib
 import io
+import itertools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from . import npy as npy_files
-from .meta_schema import MAX_SAMPLE_BYTES, nbytes
+from .meta_schema import MAX_SAMPLE_BYTES, ArraySpec, nbytes
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, IndexRow
 
 Bytes = Any  # any object that supports the buffer protocol
@@ -25,6 +27,7 @@ DEEP_MODES = {
     "I": "int32",
     "F": "float32",
 }
+MIN_RUN_BYTES = 1 << 15  # shorter runs of bytes take longer than what lies between them
 TIFF_BITS, TIFF_SAMPLE_FORMAT, TIFF_SUBFILE = 258, 339, 254  # tags
 TIFF_UNSIGNED, TIFF_REDUCED = 1, 1
 MAX_IMAGE_PIXELS = 1 << 28  # larger images are not training data, and are rejected
@@ -264,6 +267,65 @@ def compress_zstd(array: np.ndarray[Any, Any], level: int = 3) -> bytes:
     """Return the bytes of a C-ordered array, compressed with zstd."""
     made: bytes = import_optional("zstandard").ZstdCompressor(level).compress(array.tobytes())
     return made
+
+
+def read_part(
+    file: int, offset: int, array: ArraySpec, part: Sequence[slice] | None
+) -> np.ndarray[Any, Any]:
+    """Return a part of an array that a file has in C order as a copy, without reading all of it.
+
+    Args:
+        file: Descriptor.
+        offset: Of the array in the file, in bytes.
+        part: Slices with step 1 for all dims; None: the whole array.
+
+    Raises:
+        ValueError: The file ends before.
+        OSError: The file can't be read.
+    """
+    shape = array.shape
+    if not shape:  # one number
+        number = _read_run(file, offset, np.dtype(array.dtype).itemsize)
+        return np.frombuffer(number, array.dtype).reshape(())
+    slices = part or (slice(None),) * len(shape)
+    bounds = [part.indices(n)[:2] for part, n in zip(slices, shape, strict=True)]
+    counts = [max(stop - start, 0) for start, stop in bounds]
+    found = np.empty(counts, array.dtype)
+    if not found.size:
+        return found
+    strides = [math.prod(shape[dim + 1 :]) * found.itemsize for dim in range(len(shape))]
+    level = _run_dim(counts, shape, strides)
+    inner = (slice(None), *(slice(*bound) for bound in bounds[level + 1 :]))
+    for index in itertools.product(*map(range, counts[:level])):
+        at = offset + bounds[level][0] * strides[level]
+        at += sum(
+            (start + i) * stride
+            for (start, _), i, stride in zip(bounds, index, strides, strict=False)
+        )
+        run = _read_run(file, at, counts[level] * strides[level])
+        block = np.frombuffer(run, array.dtype).reshape(counts[level], *shape[level + 1 :])
+        found[index] = block[inner]
+    return found
+
+
+def _run_dim(counts: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the dim whose rows are read at once, with all of the dims after it."""
+    divided = [dim for dim, (count, n) in enumerate(zip(counts, shape, strict=True)) if count < n]
+    dim = max(divided, default=0)
+    while dim and counts[dim] * strides[dim] < MIN_RUN_BYTES:
+        dim -= 1
+    return dim
+
+
+def _read_run(file: int, offset: int, size: int) -> bytearray:
+    run = bytearray(size)
+    left = memoryview(run)
+    while len(left):
+        done = os.preadv(file, [left], offset)
+        if not done:
+            raise ValueError("the shard is truncated")
+        left, offset = left[done:], offset + done
+    return run
 
 
 _DECODERS: dict[int, Callable[[IndexRow, Bytes, Any], Any]] = {

@@ -1,4 +1,4 @@
-"""Validate the metadata of a packed dataset (paceline.json) before use.
+"""The metadata of a packed dataset (paceline.json), validated before use.
 
 The checksum in the file detects corruption. It does not authenticate the file, because anyone can
 compute it. So the type, the range and the consistency of every value are checked.
@@ -8,17 +8,19 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, TypedDict
 
 import msgspec
+import numpy as np
 
 from ...security.files import InvalidFileError
 from ...security.schema import Count, Size, check
 
-IntegerDtype = Literal["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
-Dtype = Literal[IntegerDtype, "float16", "float32", "float64", "bool", "complex64", "complex128"]
 # Rows of the index store positions in this tuple, so the order must never change.
-DTYPES: tuple[str, ...] = get_args(Dtype)
+DTYPES = (
+    *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bool", "complex64", "complex128"),
+)
 ITEM_BYTES = (1, 1, 2, 4, 8, 2, 4, 8, 2, 4, 8, 1, 8, 16)  # of each of DTYPES, in the same order
 MAX_DIMS = 32
 MAX_META_BYTES = 32 << 20  # about 250,000 shards
@@ -30,17 +32,28 @@ Checksum = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 ScalarOrPerChannel = float | list[float]
 
 
-@dataclass
-class FieldSchema:
+@dataclass(frozen=True)
+class ArraySpec:
     """Dtype and shape of arrays."""
 
-    dtype: Dtype
-    shape: Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)]
+    dtype: Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")]
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.shape)
 
 
 @dataclass
-class ShardSchema:
-    """One shard file."""
+class Shard:
+    """One shard file.
+
+    Attributes:
+        file: File name.
+        samples: Number of samples.
+        bytes: Size of the file.
+        crc: CRC-32C of the whole file.
+    """
 
     file: Annotated[str, msgspec.Meta(pattern=rf"^{SHARD_NAME.pattern}\Z")]
     samples: Size
@@ -69,7 +82,7 @@ class PackedSchema(TypedDict, total=False):
     """Source and options of the packing."""
 
     source: str
-    kind: Literal["images", "arrays", "files"]
+    kind: Annotated[str, msgspec.Meta(pattern=r"^(images|arrays|files)\Z")]
     seed: int
     encoding: dict[str, Any]
     left_out: Count
@@ -77,8 +90,8 @@ class PackedSchema(TypedDict, total=False):
 
 
 @dataclass
-class MetaSchema:
-    """The content of paceline.json without its header (format, version, checksum).
+class DatasetMeta:
+    """The metadata of a packed dataset: paceline.json without format, version and checksum.
 
     Attributes:
         samples: Number of samples.
@@ -88,33 +101,44 @@ class MetaSchema:
         classes: Names of the classes 0, 1, 2, ...
         names: Whether the dataset has a names.txt.
         statistics: Means, standard deviations and class counts.
-        packed: Source and options of the packing.
+        packed: Source, options and date of the packing.
         files: Sizes and checksums of index.bin and names.txt; empty for datasets that were packed
             by older versions of Paceline.
     """
 
     samples: Size
-    shards: list[ShardSchema]
-    array: FieldSchema | None
-    label: FieldSchema | Literal["class"] | None
+    shards: list[Shard]
+    array: ArraySpec | None
+    label: ArraySpec | Annotated[str, msgspec.Meta(pattern=r"^class\Z")] | None
     classes: list[str]
     names: bool
     statistics: StatisticsSchema
     packed: PackedSchema
-    files: dict[Literal["index.bin", "names.txt"], FileChecksum] = field(default_factory=dict)
+    files: dict[
+        Annotated[str, msgspec.Meta(pattern=r"^(index\.bin|names\.txt)\Z")], FileChecksum
+    ] = field(default_factory=dict)
+
+    @property
+    def tail(self) -> int:
+        """Return the size in bytes of an array label, which follows its sample; 0 without one."""
+        return self.label.nbytes if isinstance(self.label, ArraySpec) else 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
 
 
-def validate_meta(tree: Any, file: Path) -> MetaSchema:
+def validate_meta(tree: Any, file: Path) -> DatasetMeta:
     """Return the validated content of a parsed paceline.json.
 
     Raises:
         InvalidFileError: A value has the wrong type, is out of range or contradicts another value.
     """
-    found = check(tree, MetaSchema, file)
-    reason = _contradiction(found)
+    meta = check(tree, DatasetMeta, file)
+    reason = _contradiction(meta)
     if reason:
         raise InvalidFileError(file, f"contradicts itself: {reason}")
-    return found
+    return meta
 
 
 def nbytes(dtype: str, shape: tuple[int, ...] | list[int]) -> int:
@@ -122,26 +146,22 @@ def nbytes(dtype: str, shape: tuple[int, ...] | list[int]) -> int:
     return math.prod(shape) * ITEM_BYTES[DTYPES.index(dtype)]
 
 
-def _contradiction(found: MetaSchema) -> str:
-    names = [shard.file for shard in found.shards]
+def _contradiction(meta: DatasetMeta) -> str:
+    names = [shard.file for shard in meta.shards]
     if len(set(names)) < len(names):
         return "two shards have the same file name"
-    samples = sum(shard.samples for shard in found.shards)
-    if samples != found.samples:
-        return f"its shards have {samples:,} samples, but the dataset has {found.samples:,}"
-    for name, one in (("array", found.array), ("label", found.label)):
-        if isinstance(one, FieldSchema) and nbytes(one.dtype, one.shape) > MAX_SAMPLE_BYTES:
-            return f"{name}: {one.dtype} of {tuple(one.shape)} is larger than 4 GiB"
-    statistics = found.statistics
+    samples = sum(shard.samples for shard in meta.shards)
+    if samples != meta.samples:
+        return f"its shards have {samples:,} samples, but the dataset has {meta.samples:,}"
+    for name, array in (("array", meta.array), ("label", meta.label)):
+        if isinstance(array, ArraySpec) and array.nbytes > MAX_SAMPLE_BYTES:
+            return f"{name}: {array.dtype} of {array.shape} is larger than 4 GiB"
+    statistics = meta.statistics
     if "mean" in statistics:
         if not {"of", "deviation"} <= statistics.keys():
             return "statistics: the deviation or the number of samples of the mean is missing"
-        if _length(statistics["mean"]) != _length(statistics["deviation"]):
+        if np.shape(statistics["mean"]) != np.shape(statistics["deviation"]):
             return "statistics: the mean and the deviation differ in length"
-    if "names.txt" in found.files and not found.names:
+    if "names.txt" in meta.files and not meta.names:
         return "names.txt has a checksum, but the dataset has no names"
     return ""
-
-
-def _length(values: ScalarOrPerChannel) -> int:
-    return len(values) if isinstance(values, list) else -1

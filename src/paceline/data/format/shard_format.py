@@ -18,7 +18,7 @@ import re
 import stat
 import struct
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,9 +28,14 @@ from crc32c import crc32c
 from ...security.files import InvalidFileError, kind_of_file, read_regular
 from ...security.schema import load_json
 from ...security.text import printable
-from . import meta_schema
-from .meta_schema import DTYPES as DTYPES
-from .meta_schema import MAX_META_BYTES, MAX_PARSED_META_BYTES, FileChecksum
+from .meta_schema import (
+    DTYPES,
+    MAX_META_BYTES,
+    MAX_PARSED_META_BYTES,
+    ArraySpec,
+    DatasetMeta,
+    validate_meta,
+)
 
 FORMAT, VERSION = "paceline-shards", 1
 META_FILE, INDEX_FILE, NAMES_FILE = "paceline.json", "index.bin", "names.txt"
@@ -94,18 +99,6 @@ class IndexRow(NamedTuple):
     covered: bytes
 
 
-@dataclass(frozen=True)
-class ArraySpec:
-    """Shape and dtype of arrays."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return meta_schema.nbytes(self.dtype, self.shape)
-
-
 def label_spec(label: ArraySpec | str | None) -> ArraySpec | None:
     """Return dtype and shape of labels: int64 for classes; None without labels."""
     if label is None or isinstance(label, ArraySpec):
@@ -113,71 +106,18 @@ def label_spec(label: ArraySpec | str | None) -> ArraySpec | None:
     return ArraySpec("int64", ())
 
 
-@dataclass
-class Shard:
-    """One shard file.
-
-    Attributes:
-        file: File name.
-        samples: Number of samples.
-        bytes: Size of the file.
-        crc: CRC-32C of the whole file.
-    """
-
-    file: str
-    samples: int
-    bytes: int
-    crc: int
-
-
-@dataclass
-class DatasetMeta:
-    """The metadata of a packed dataset (paceline.json).
-
-    Attributes:
-        samples: Number of samples.
-        shards: Shard files.
-        array: Dtype and shape of all samples, None if they differ.
-        label: Dtype and shape of the labels, "class", or None without labels.
-        classes: Names of the classes 0, 1, 2, ...
-        names: Whether the dataset has a names.txt.
-        statistics: Means, standard deviations and class counts.
-        packed: Source, options and date of the packing.
-        files: Sizes and checksums of index.bin and names.txt; empty for datasets that were packed
-            by older versions of Paceline.
-    """
-
-    samples: int
-    shards: list[Shard]
-    array: ArraySpec | None = None
-    label: ArraySpec | str | None = None
-    classes: list[str] = field(default_factory=list)
-    names: bool = False
-    statistics: dict[str, Any] = field(default_factory=dict)
-    packed: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, FileChecksum] = field(default_factory=dict)
-
-    @property
-    def tail(self) -> int:
-        """Return the size in bytes of an array label, which follows its sample; 0 without one."""
-        return self.label.nbytes if isinstance(self.label, ArraySpec) else 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(shard.bytes for shard in self.shards)
-
-    def save(self, folder: Path) -> None:
-        """Write paceline.json atomically."""
-        head = {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM_PLACEHOLDER}
-        text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
-        if len(text) > MAX_META_BYTES:
-            raise ValueError(
-                f"{folder}: {META_FILE} would have {len(text):,} bytes; the maximum is "
-                f"{MAX_META_BYTES:,}. "
-                "HINT: use larger shards (--shard-size), or fewer or shorter class names"
-            )
-        sealed = text.replace(CHECKSUM_PLACEHOLDER.encode(), f"{crc32c(text):08x}".encode(), 1)
-        write_atomically(folder / META_FILE, sealed)
+def save_meta(meta: DatasetMeta, folder: Path) -> None:
+    """Write paceline.json atomically."""
+    head = {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM_PLACEHOLDER}
+    text = json.dumps({**head, **asdict(meta)}, indent=1).encode() + b"\n"
+    if len(text) > MAX_META_BYTES:
+        raise ValueError(
+            f"{folder}: {META_FILE} would have {len(text):,} bytes; the maximum is "
+            f"{MAX_META_BYTES:,}. "
+            "HINT: use larger shards (--shard-size), or fewer or shorter class names"
+        )
+    sealed = text.replace(CHECKSUM_PLACEHOLDER.encode(), f"{crc32c(text):08x}".encode(), 1)
+    write_atomically(folder / META_FILE, sealed)
 
 
 def create_new_file(path: Path, buffering: int = -1) -> BinaryIO:
@@ -215,20 +155,9 @@ def load_meta(folder: Path) -> DatasetMeta:
     path = folder / META_FILE
     tree = _read_verified(folder)
     try:
-        found = meta_schema.validate_meta(tree, path)
+        meta = validate_meta(tree, path)
     except InvalidFileError as error:
         raise DataError(path, -1, 0, error.reason) from None
-    meta = DatasetMeta(
-        found.samples,
-        [Shard(one.file, one.samples, one.bytes, one.crc) for one in found.shards],
-        _field(found.array),
-        found.label if isinstance(found.label, str) else _field(found.label),
-        found.classes,
-        found.names,
-        {**found.statistics},
-        {**found.packed},
-        {str(name): one for name, one in found.files.items()},
-    )
     for shard in meta.shards:
         _check_file_size(folder / shard.file, shard.bytes)
     _check_file_size(folder / INDEX_FILE, meta.samples * ROW_STRUCT.size)
@@ -248,8 +177,8 @@ def read_meta_checksum(folder: Path) -> str:
 def _read_verified(folder: Path) -> dict[str, Any]:
     """Return the parsed paceline.json after its checksum was verified."""
     tree, text = _read(folder)
-    told = tree["checksum"]
-    if f"{crc32c(text.replace(told.encode(), CHECKSUM_PLACEHOLDER.encode(), 1)):08x}" != told:
+    stored = tree["checksum"]
+    if f"{crc32c(text.replace(stored.encode(), CHECKSUM_PLACEHOLDER.encode(), 1)):08x}" != stored:
         raise DataError(folder / META_FILE, -1, 0, "a byte has changed (its checksum differs)")
     return tree
 
@@ -278,14 +207,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
         reason = f"has format version {version}, but this Paceline reads version {VERSION}. "
         hint = "HINT: use the Paceline that packed it, or pack again"
         raise DataError(path, -1, 0, reason + hint)
-    told = tree.get("checksum")
-    if not isinstance(told, str) or not _CHECKSUM.fullmatch(told):
+    stored = tree.get("checksum")
+    if not isinstance(stored, str) or not _CHECKSUM.fullmatch(stored):
         raise DataError(path, -1, 0, "a byte has changed (its checksum is not valid)")
     return tree, text
-
-
-def _field(found: meta_schema.FieldSchema | None) -> ArraySpec | None:
-    return None if found is None else ArraySpec(found.dtype, tuple(found.shape))
 
 
 def pack_row(

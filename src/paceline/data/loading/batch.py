@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ...plurals import counted
-from ..format.shard_format import ArraySpec, DataError
+from ..format.meta_schema import ArraySpec
+from ..format.shard_format import DataError
 from ..sampling.sample_order import derive_seed, preserve_random_states, seed_everything
 from ..shards import RaggedError, ScratchBuffer
 from .buffer_pool import BufferPool

@@ -19,8 +19,8 @@ from ..format.shard_format import RAW, ZSTD, DataError
 from ..sampling.sample_order import derive_seed
 from ..shards import ScratchBuffer, Shards
 from .batch import Key, SamplePipeline, accepts_rng
-from .concat_dataset import ConcatDataset
 from .file_dataset import Files
+from .open_dataset import ConcatDataset
 
 DRAWS, STATES = 0x64616C69, 0x73746174  # separate these random numbers from a transform's
 STATE_WORDS = 7  # uint32, of DALI's Philox generator

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...security.removal import TemporaryFolder
-from ..format.shard_format import ArraySpec, DataError, label_spec
+from ..format.meta_schema import ArraySpec
+from ..format.shard_format import DataError, label_spec
 from ..packing.encode import load_array
-from ..shards import RaggedError
 from ..sources.folder_source import FolderSource
 from ..sources.source import LoadedSample
 from .unpacked_dataset import UnpackedDataset
@@ -83,7 +83,7 @@ class Files(UnpackedDataset):
             ValueError: The file is of an unknown kind.
             DataError: The file can't be read.
         """
-        array, _ = self.read(i, None)
+        array, _ = self.view(i, None)
         if isinstance(array, bytes):
             raise ValueError(
                 f"{self.folder}: sample {i} is a file of unknown kind. "
@@ -91,22 +91,16 @@ class Files(UnpackedDataset):
             )
         return ArraySpec(array.dtype.name, array.shape), self.label
 
-    def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """Return (array or bytes, label) of a sample; the array is writeable.
-
-        Raises:
-            DataError: The file can't be read or decoded.
-        """
-        array, label = self._decoded(i)
-        if isinstance(array, np.ndarray) and not array.flags.writeable:
-            array = array.copy()
-        return array, label
-
     def stored(self, i: int) -> tuple[Any, Any]:
         """Return (array, label) without decoding images: the bytes of the file as uint8."""
         return self._made(i, lambda loaded: load_array(loaded) if self.arrays else _bytes(loaded))
 
-    def _decoded(self, i: int) -> tuple[Any, Any]:
+    def view(self, i: int, scratch: Any) -> tuple[Any, Any]:
+        """Return (array or bytes, label) of a sample.
+
+        Raises:
+            DataError: The file can't be read or decoded.
+        """
         return self._made(i, load_array)
 
     def _made(self, i: int, make: Callable[[LoadedSample], Any]) -> tuple[Any, Any]:
@@ -119,20 +113,6 @@ class Files(UnpackedDataset):
             raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None
         except (ValueError, ArithmeticError, MemoryError, EOFError) as error:
             raise DataError(path, -1, 0, str(error) or type(error).__name__) from None
-
-    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
-
-        Raises:
-            RaggedError: The dtype or shape of the sample differs from that of the batch.
-            DataError: The file can't be read or decoded.
-        """
-        array, label = self._decoded(i)
-        if array.shape != arrays.shape[1:] or array.dtype != arrays.dtype:
-            raise RaggedError(i, ArraySpec(array.dtype.name, array.shape))
-        arrays[k] = array
-        if label is not None:
-            labels[k] = label
 
 
 def _bytes(loaded: LoadedSample) -> Any:

@@ -20,11 +20,12 @@ from ..format.shard_format import DataError
 from ..sampling.passes import Key, Pass, Passes
 from ..sampling.sample_order import derive_seed
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
+from ..sampling.shard_loader import SampleDivision
 from ..shards import Shards
 from .batch import PendingBatch, SamplePipeline
 from .external_transforms import adapt_transform
 from .mixup import MixUp
-from .open_dataset import Division, PartDataset, make_sampler, open_dataset
+from .open_dataset import PartDataset, make_sampler, open_dataset
 from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
 Workers = ThreadWorkers | ProcessWorkers
@@ -247,7 +248,7 @@ class Loader(DataLoader[Any]):
     def check_worker_number_rationality(self) -> None:
         """Override DataLoader's warning about too many worker processes, as workers are threads."""
 
-    def over(self, batches: Any, seed: int, division: Division | None = None) -> "Loader":
+    def over(self, batches: Any, seed: int, division: SampleDivision | None = None) -> "Loader":
         """Return a copy that loads the batches of one rank, for ``world.shard``.
 
         The copy returns None for a batch whose samples are all left out.

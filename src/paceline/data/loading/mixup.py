@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..format.shard_format import ArraySpec
+from ..format.meta_schema import ArraySpec
 from ..sampling.sample_order import derive_seed
 
 Array = np.ndarray[Any, Any]

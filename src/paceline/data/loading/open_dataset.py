@@ -1,36 +1,27 @@
 """Open what a user gives to a Loader: its dataset, and the sampler of its order."""
 
 import os
-from typing import Any, Protocol
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
 from ...plurals import counted
-from ..format.shard_format import ArraySpec
+from ..format.meta_schema import ArraySpec
 from ..sampling.samplers import BLOCK_BYTES, BlockShuffled, Ordered, Shuffled
+from ..sampling.shard_loader import SampleDivision
 from ..shards import RaggedError, Shards
-from .concat_dataset import ConcatDataset
 from .file_dataset import Files
 from .stored_arrays import StoredArrays, is_stored_array
-
-# The parts of a dataset's samples that one of several ranks computes with.
+from .unpacked_dataset import SampleDataset
 
 Slices = tuple[slice, ...]
 
 
-class Division(Protocol):
-    """How several ranks divide each sample."""
-
-    def cut(self, shape: tuple[int, ...]) -> Slices | None:
-        """Return this rank's part of an array; None if it has no positions to divide."""
-
-    def checks(self, i: int) -> bool:
-        """Return whether this rank compares the checksum of a sample: one of the ranks does."""
-
-
-class PartDataset:
+class PartDataset(SampleDataset):
     """Dataset of one part of each sample, and of each label that has the same positions.
 
     HDF5, netCDF and zarr arrays, arrays in memory, and packed datasets that are not compressed are
@@ -46,7 +37,7 @@ class PartDataset:
 
     images = False
 
-    def __init__(self, dataset: Any, division: Division) -> None:
+    def __init__(self, dataset: Any, division: SampleDivision) -> None:
         self._dataset, self._division = dataset, division
         array, label = dataset.spec_of(0)
         self._array, self.label = array, label
@@ -77,12 +68,12 @@ class PartDataset:
         """Return dtype and shape of the part of a sample, and of a label."""
         return _spec(self._array, self._cut), self.label
 
-    def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
+    def view(self, i: int, scratch: Any) -> tuple[Any, Any]:
         """Return the parts of a sample and of its label, as copies."""
         if hasattr(self._dataset, "read_part"):
-            own, _ = self._dataset.spec_of(i)
-            if own != self._array:
-                raise RaggedError(i, own)
+            spec, _ = self._dataset.spec_of(i)
+            if spec != self._array:
+                raise RaggedError(i, spec)
             if hasattr(self._dataset, "check_sample") and self._division.checks(i):
                 self._dataset.check_sample(i, scratch)
             found: tuple[Any, Any] = self._dataset.read_part(i, self._cut, self._label_cut)
@@ -91,13 +82,6 @@ class PartDataset:
         if array.shape != self._array.shape or array.dtype != self._array.dtype:
             raise RaggedError(i, ArraySpec(array.dtype.name, array.shape))
         return part(array, self._cut), part(label, self._label_cut)
-
-    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """Copy the part of a sample to ``arrays[k]``, and that of its label to ``labels[k]``."""
-        array, label = self.read(i, scratch)
-        arrays[k] = array
-        if labels is not None:
-            labels[k] = label
 
 
 def part(array: Any, slices: Slices | None) -> Any:
@@ -108,14 +92,11 @@ def part(array: Any, slices: Slices | None) -> Any:
 def _spec(array: ArraySpec, slices: Slices | None) -> ArraySpec:
     if slices is None:
         return array
-    shape = tuple(len(range(*one.indices(n))) for one, n in zip(slices, array.shape, strict=True))
+    shape = tuple(len(range(*part.indices(n))) for part, n in zip(slices, array.shape, strict=True))
     return ArraySpec(array.dtype, shape)
 
 
-# NumPy arrays or tensors in memory, as a dataset for Loader.
-
-
-class ArrayDataset:
+class ArrayDataset(SampleDataset):
     """Dataset of samples ``x`` and optional labels ``y``, arrays or CPU tensors.
 
     The first dimension of both is the sample.
@@ -134,6 +115,7 @@ class ArrayDataset:
                 f"Loader: x has {counted(len(self.x), 'sample')}, but y has "
                 f"{counted(len(self.y), 'label')}. HINT: pass one label per sample"
             )
+        self.label = None if self.y is None else ArraySpec(self.y.dtype.name, self.y.shape[1:])
 
     def __len__(self) -> int:
         return len(self.x)
@@ -145,10 +127,6 @@ class ArrayDataset:
         return self.x[i] if self.y is None else (self.x[i], self.y[i])
 
     @property
-    def label(self) -> ArraySpec | None:
-        return None if self.y is None else ArraySpec(self.y.dtype.name, self.y.shape[1:])
-
-    @property
     def classes(self) -> int:
         """Return the number of classes: the largest label + 1."""
         assert self.y is not None
@@ -158,26 +136,14 @@ class ArrayDataset:
         """Return dtype and shape of the samples and of the labels."""
         return ArraySpec(self.x.dtype.name, self.x.shape[1:]), self.label
 
-    def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """Return (array, label) of a sample; the array is a copy."""
-        return self.x[i].copy(), None if self.y is None else self.y[i]
+    def view(self, i: int, scratch: Any) -> tuple[Any, Any]:
+        """Return (array, label) of a sample; the array is a view."""
+        return self.x[i], None if self.y is None else self.y[i]
 
     def read_part(self, i: int, part: Any, label_part: Any) -> tuple[Any, Any]:
         """Return parts of a sample and of its label, as copies; None for a part: all of it."""
         array = self.x[(i, *(part or ()))].copy()
         return array, None if self.y is None else np.array(self.y[(i, *(label_part or ()))])
-
-    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
-
-        Raises:
-            RaggedError: The dtype or shape of the sample differs from that of the batch.
-        """
-        if self.x.shape[1:] != arrays.shape[1:] or self.x.dtype != arrays.dtype:
-            raise RaggedError(i, self.spec_of(i)[0])
-        arrays[k] = self.x[i]
-        if self.y is not None:
-            labels[k] = self.y[i]
 
     def take(self, chosen: list[int], arrays: Any, labels: Any, first: int) -> None:
         """Copy samples to ``arrays[first:]`` and their labels to ``labels[first:]``."""
@@ -205,6 +171,79 @@ def _array(given: Any) -> np.ndarray[Any, Any]:
     return array
 
 
+class ConcatDataset:
+    """Concatenation of datasets with the same kind of samples and of labels.
+
+    To draw from the datasets with given proportions, use the sampler ``Weighted.mixed``.
+
+    Args:
+        sets: The datasets.
+
+    Raises:
+        ValueError: The kinds of samples or of labels differ.
+    """
+
+    def __init__(self, sets: list[Any]) -> None:
+        self.sets = sets
+        self._ends = list(accumulate(map(len, sets)))
+        first = sets[0]
+        for other in sets[1:]:
+            if (other.images, other.label) != (first.images, first.label):
+                raise ValueError(
+                    f"Loader: {first!r} and {other!r} can't be concatenated: one has "
+                    f"{_describe(first)}, the other {_describe(other)}. HINT: use datasets with "
+                    "the same kind of samples and of labels"
+                )
+        self.images: bool = first.images
+        self.label: ArraySpec | None = first.label
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __repr__(self) -> str:
+        return f"{counted(len(self.sets), 'dataset')}: {counted(len(self), 'sample')}"
+
+    def __getitem__(self, i: int) -> Any:
+        dataset, j = self.location(i)
+        return dataset[j]
+
+    @property
+    def classes(self) -> int:
+        """Return the largest number of classes of any of the datasets."""
+        return int(max(dataset.classes for dataset in self.sets))
+
+    def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
+        dataset, j = self.location(i)
+        found: tuple[ArraySpec, ArraySpec | None] = dataset.spec_of(j)
+        return found
+
+    def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
+        dataset, j = self.location(i)
+        found: tuple[Any, Any] = dataset.read(j, scratch)
+        return found
+
+    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
+        dataset, j = self.location(i)
+        dataset.read_into(j, arrays, labels, k, scratch)
+
+    def location(self, i: int) -> tuple[Any, int]:
+        """Return the dataset that contains a sample, and the number of the sample in it.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        at = bisect_right(self._ends, i)
+        return self.sets[at], i - (self._ends[at - 1] if at else 0)
+
+
+def _describe(dataset: Any) -> str:
+    kind = "images" if dataset.images else "arrays"
+    label = f"{dataset.label.dtype} of {dataset.label.shape}" if dataset.label else "none"
+    return f"{kind} (labels: {label})"
+
+
 def open_dataset(source: Any) -> Any:
     """Return the dataset of a source: a folder, files, arrays, or a list of sources.
 
@@ -220,7 +259,7 @@ def open_dataset(source: Any) -> Any:
     if isinstance(source, (Shards, ArrayDataset, ConcatDataset, StoredArrays, Files)):
         return source
     if isinstance(source, list) and source:
-        return ConcatDataset([open_dataset(one) for one in source])
+        return ConcatDataset([open_dataset(part) for part in source])
     if isinstance(source, TensorDataset):
         source = source.tensors
     if isinstance(source, tuple) and len(source) in (1, 2):

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..fork_locks import ForkSafeLock
-from ..format.shard_format import ArraySpec, DataError, label_spec
+from ..format.meta_schema import ArraySpec
+from ..format.shard_format import DataError, label_spec
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
-from ..shards import MAX_CLASSES, RaggedError
+from ..shards import MAX_CLASSES
 from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
 from ..sources.source import are_images
@@ -108,13 +109,13 @@ class StoredArrays(UnpackedDataset):
         """Return dtype and shape of the samples and of the labels."""
         return self.array_spec, self.label
 
-    def read(self, i: int, scratch: Any) -> tuple[Any, Any]:
-        """Return (array, label) of a sample; the array is a copy.
+    def view(self, i: int, scratch: Any) -> tuple[Any, Any]:
+        """Return (array, label) of a sample.
 
         Raises:
             DataError: The sample can't be read.
         """
-        return self._row(i).copy(), None if self.label is None else self._label(i)
+        return self._row(i), None if self.label is None else self._label(i)
 
     def read_part(self, i: int, part: Any, label_part: Any) -> tuple[Any, Any]:
         """Return parts of a sample and of its label; None for a part: all of it.
@@ -134,19 +135,6 @@ class StoredArrays(UnpackedDataset):
         if isinstance(labels, Rows):
             return array, self._checked(i, lambda: labels.read_part(i, label_part))
         return array, np.array(self._label(i)[label_part])
-
-    def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
-        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
-
-        Raises:
-            RaggedError: The dtype or shape of the samples differs from that of the batch.
-            DataError: The sample can't be read.
-        """
-        if self.array_spec.shape != arrays.shape[1:] or self.array_spec.dtype != arrays.dtype:
-            raise RaggedError(i, self.array_spec)
-        arrays[k] = self._row(i)
-        if self.label is not None:
-            labels[k] = self._label(i)
 
     def in_blocks(self, seed: int) -> BlockShuffled:
         """Return a shuffled order in which almost every chunk is decompressed only once."""

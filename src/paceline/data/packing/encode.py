@@ -17,9 +17,9 @@ from ..format.decode import (
     read_image_header,
     shallow_mode,
 )
-from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
+from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES, ArraySpec
 from ..format.sample_names import to_name_line
-from ..format.shard_format import FILE, RAW, ZSTD, ArraySpec, IndexRow, checksum, pack_row
+from ..format.shard_format import FILE, RAW, ZSTD, IndexRow, checksum, pack_row
 from ..sources.content import ARRAYS, IMAGES, JPEGS
 from ..sources.source import LoadedSample
 from .statistics import Statistics

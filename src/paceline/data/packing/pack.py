@@ -25,7 +25,7 @@ import numpy as np
 
 from ...security.text import printable
 from ..format import shard_format
-from ..format.shard_format import DatasetMeta
+from ..format.meta_schema import DatasetMeta
 from ..sources.open_source import open_source
 from ..sources.source import ShardSource, Source, are_images
 from .encode import EncodedSample, EncodingOptions, encode_sample
@@ -371,6 +371,7 @@ def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
             stream.label,
             stream.classes,
             stream.has_names,
+            statistics={},
             packed={"kind": stream.kind},
         )
         writer.finish(meta, stream.has_names)

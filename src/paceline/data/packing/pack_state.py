@@ -1,20 +1,21 @@
 """State files in DEST/.packing, written atomically and checked when a later call reads them."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import msgspec
+import numpy as np
 
 from ...security.files import InvalidFileError, open_regular, read_regular
-from ...security.schema import Count, Size, parse_json
-from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, ScalarOrPerChannel, ShardSchema
-from ..format.shard_format import ROW_STRUCT, ArraySpec, Shard, create_new_file
+from ...security.schema import Count, read_json
+from ..format.meta_schema import ScalarOrPerChannel, Shard
+from ..format.shard_format import ROW_STRUCT, create_new_file, write_atomically
 
 MAX_STATE_BYTES = 1 << 28  # it holds the messages of samples that were left out
 MAX_PARSED_STATE_BYTES = 1 << 30
-MAX_PARTITION_BYTES = 1 << 16
 
 
 class MomentsSchema(TypedDict, total=False):
@@ -31,7 +32,7 @@ class MomentsSchema(TypedDict, total=False):
 class ShardState:
     """shard-00000.json: a complete shard. next: place in the order of the next sample."""
 
-    shard: ShardSchema
+    shard: Shard
     next: Count
     left_out: list[str]
     statistics: MomentsSchema
@@ -42,20 +43,10 @@ class ShardState:
 class PieceState:
     """whole.json: all shards of a complete piece."""
 
-    shards: list[ShardSchema]
+    shards: list[Shard]
     left_out: list[str]
     statistics: MomentsSchema
     alike: Annotated[list[tuple[str, list[Count]]], msgspec.Meta(max_length=2)]
-
-
-@dataclass
-class PartitionState:
-    """pieces.json: ``Partition``."""
-
-    first: Count
-    each: Size
-    samples: Count
-    channels: Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMS)] | None
 
 
 def shard_state(work: Path, number: int) -> ShardState:
@@ -66,33 +57,18 @@ def shard_state(work: Path, number: int) -> ShardState:
         InvalidFileError: It is damaged.
     """
     path = work / f"shard-{number:05}.json"
-    data = read_regular(path, MAX_STATE_BYTES)
-    found = parse_json(data, ShardState, path, max_parsed_bytes=MAX_PARSED_STATE_BYTES)
-    _check_shards(path, [found.shard], number)
-    _check_moments(path, found.statistics)
-    return found
+    state = read_json(path, ShardState, MAX_STATE_BYTES, max_parsed_bytes=MAX_PARSED_STATE_BYTES)
+    _check_shards(path, [state.shard], number)
+    _check_moments(path, state.statistics)
+    return state
 
 
 def piece_state(path: Path) -> PieceState:
     """Read the state of a piece. Raises as ``shard_state``."""
-    data = read_regular(path, MAX_STATE_BYTES)
-    found = parse_json(data, PieceState, path, max_parsed_bytes=MAX_PARSED_STATE_BYTES)
-    _check_shards(path, found.shards, 0)
-    _check_moments(path, found.statistics)
-    return found
-
-
-def partition_state(path: Path) -> PartitionState:
-    """Read the partition of the order. Raises as ``shard_state``."""
-    found = parse_json(read_regular(path, MAX_PARTITION_BYTES), PartitionState, path)
-    if found.channels and ArraySpec("float64", tuple(found.channels)).nbytes > MAX_SAMPLE_BYTES:
-        raise InvalidFileError(path, f"says {found.channels} channels")
-    return found
-
-
-def shard_of(found: ShardSchema) -> Shard:
-    """Return the shard of a state."""
-    return Shard(found.file, found.samples, found.bytes, found.crc)
+    state = read_json(path, PieceState, MAX_STATE_BYTES, max_parsed_bytes=MAX_PARSED_STATE_BYTES)
+    _check_shards(path, state.shards, 0)
+    _check_moments(path, state.statistics)
+    return state
 
 
 def rows_of(folder: Path, number: int, samples: int) -> bytes:
@@ -108,25 +84,23 @@ def rows_of(folder: Path, number: int, samples: int) -> bytes:
 
 def copy_file(source: Path, dest: Path) -> None:
     with open(open_regular(source), "rb") as read, create_new_file(dest) as written:
-        while chunk := read.read(1 << 20):
-            written.write(chunk)
+        shutil.copyfileobj(read, written)
 
 
-def as_json(state: Any) -> bytes:
-    return json.dumps(state).encode()
+def write_state(path: Path, state: Any) -> None:
+    """Write a state as JSON, atomically."""
+    write_atomically(path, json.dumps(state).encode())
 
 
-def _check_shards(path: Path, shards: list[ShardSchema], first: int) -> None:
+def _check_shards(path: Path, shards: list[Shard], first: int) -> None:
     for number, shard in enumerate(shards, first):
         if shard.file != f"shard-{number:05}.bin":
             raise InvalidFileError(path, f"names {shard.file} as shard {number}")
 
 
-def _check_moments(path: Path, found: MomentsSchema) -> None:
-    known = {"samples", "count", "mean", "squares"} & found.keys()
-    if "classes" not in found or len(known) not in (0, 4):
+def _check_moments(path: Path, moments: MomentsSchema) -> None:
+    known = {"samples", "count", "mean", "squares"} & moments.keys()
+    if "classes" not in moments or len(known) not in (0, 4):
         raise InvalidFileError(path, "has only a part of its statistics")
-    if known:
-        moments = (found["mean"], found["squares"])
-        if len({len(moment) if isinstance(moment, list) else -1 for moment in moments}) > 1:
-            raise InvalidFileError(path, "has different numbers of means and of sums of squares")
+    if known and np.shape(moments["mean"]) != np.shape(moments["squares"]):
+        raise InvalidFileError(path, "has different numbers of means and of sums of squares")

@@ -19,9 +19,9 @@ from typing import Annotated
 import msgspec
 
 from ...security.files import InvalidFileError
-from ...security.schema import Count, Size
-from ..format.meta_schema import MAX_DIMS
-from ..format.shard_format import ROW_STRUCT, write_atomically
+from ...security.schema import Count, Size, read_json
+from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, nbytes
+from ..format.shard_format import ROW_STRUCT
 from . import pack_state
 from .encode import EncodedSample
 from .encoder_threads import MAX_AHEAD_BYTES, MAX_CHUNK_SAMPLES, Encoder, Span
@@ -30,6 +30,7 @@ from .statistics import Statistics
 from .unfinished import PIECE_PREFIX, discard
 
 PARTITION_FILE = "pieces.json"
+MAX_PARTITION_BYTES = 1 << 16
 SHARD_FILL = 0.9  # of the shard size, by the mean sample size: most pieces fit into one shard
 MIN_PIECES_PER_RANK = 4  # so that no rank waits long for the last piece
 
@@ -72,15 +73,16 @@ class Partition:
     @classmethod
     def load(cls, work: Path) -> "Partition | None":
         """Return the partition of an earlier call; None if it is missing or damaged."""
+        path = work / PARTITION_FILE
         try:
-            found = pack_state.partition_state(work / PARTITION_FILE)
+            partition = read_json(path, cls, MAX_PARTITION_BYTES)
         except (OSError, InvalidFileError):
             return None
-        channels = None if found.channels is None else tuple(found.channels)
-        return cls(found.first, found.each, found.samples, channels)
+        too_large = nbytes("float64", partition.channels or ()) > MAX_SAMPLE_BYTES
+        return None if too_large else partition
 
     def save(self, work: Path) -> None:
-        write_atomically(work / PARTITION_FILE, pack_state.as_json(asdict(self)))
+        pack_state.write_state(work / PARTITION_FILE, asdict(self))
 
     def __len__(self) -> int:
         return -(-(self.samples - self.first) // self.each)

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 from ...security.files import read_regular
 from ..format import shard_format
-from ..format.meta_schema import FileChecksum
-from ..format.shard_format import ArraySpec, DatasetMeta, Shard, checksum, create_new_file
+from ..format.meta_schema import ArraySpec, DatasetMeta, FileChecksum, Shard
+from ..format.shard_format import checksum, create_new_file
 from . import pack_state
 from .encode import EncodedSample
 from .statistics import Statistics
@@ -204,15 +204,13 @@ class ShardWriter:
         shard_format.write_atomically(self.work / f"rows-{number:05}", b"".join(rows))
         named = "".join(f"{name}\n" for name in names)
         shard_format.write_atomically(self.work / f"names-{number:05}", os.fsencode(named))
-        shard_format.write_atomically(
-            self.work / f"shard-{number:05}.json", pack_state.as_json(state)
-        )
+        pack_state.write_state(self.work / f"shard-{number:05}.json", state)
 
     def finish_piece(self, place: int) -> None:
         """Complete a piece of the dataset, so that another writer can ``adopt_piece`` it."""
         self.close(place)
         state = {"shards": [vars(shard) for shard in self.shards], **self._state(0)}
-        shard_format.write_atomically(self.work / PIECE_STATE_FILE, pack_state.as_json(state))
+        pack_state.write_state(self.work / PIECE_STATE_FILE, state)
 
     def adopt_piece(self, part: Path) -> None:
         """Append the shards of a folder whose writer has called ``finish_piece``.
@@ -255,7 +253,7 @@ class ShardWriter:
             meta.files[shard_format.NAMES_FILE] = self._concatenate(
                 "names", shard_format.NAMES_FILE
             )
-        meta.save(self.folder)
+        shard_format.save_meta(meta, self.folder)
 
     def _concatenate(self, kind: str, name: str) -> FileChecksum:
         """Write the index or the names by concatenating those of all shards."""
@@ -280,7 +278,7 @@ class ShardWriter:
         number = len(self.shards)
         try:
             found = pack_state.shard_state(self.work, number)
-            shard = pack_state.shard_of(found.shard)
+            shard = found.shard
             rows = (self.work / f"rows-{number:05}").stat().st_size
             sizes = ((self.folder / shard.file).stat().st_size, rows)
             if sizes != (shard.bytes, shard.samples * shard_format.ROW_STRUCT.size):

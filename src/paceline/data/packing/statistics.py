@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..format.meta_schema import StatisticsSchema
+
 MAX_CHANNELS = 64  # a first dimension up to this size is treated as channels
 MAX_FEATURES = 4096  # one-dimensional samples up to this size have a mean per feature
 MAX_CLASSES = 100_000
@@ -75,13 +77,13 @@ class Statistics:
             return tuple(range(1, array.ndim))
         return tuple(range(array.ndim))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> StatisticsSchema:
         """Return the results as JSON values.
 
         They are the number of samples, mean and population standard deviation per channel, and the
         number of samples per class.
         """
-        result: dict[str, Any] = {}
+        result: StatisticsSchema = {}
         if self.mean is not None and self.count and np.all(np.isfinite(self.squares)):
             deviation = np.sqrt(np.asarray(self.squares) / self.count)
             result = {"of": self.samples, "mean": np.asarray(self.mean).tolist()}

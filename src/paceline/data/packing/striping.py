@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...cluster.topology.local_resources import file_system_type
 from ...security.processes import program_command
-from ..staging.free_space import kind_of
 
 SHARD_STRIPES = 4  # of a file among many
 SINGLE_FILE_STRIPES = 16  # of a format that writes one large file
@@ -41,7 +41,7 @@ def layout_of(path: Path) -> Layout | None:
     folder = path
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
-    if kind_of(folder) != "lustre":
+    if file_system_type(folder) != "lustre":
         return None
     said = _lfs("getstripe", "-d", str(folder))[0]
     count = re.search(r"stripe_count:\s*(-?\d+)", said)
@@ -93,7 +93,7 @@ def stripe(path: Path, count: str, to: str | None) -> None:
     """
     layout = layout_of(path)
     if layout is None:
-        kind = kind_of(path) or "unknown"
+        kind = file_system_type(path) or "unknown"
         raise ValueError(
             f"--stripe {count}: {path} is not on Lustre (file system: {kind}). HINT: leave out "
             "--stripe"

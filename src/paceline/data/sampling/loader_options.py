@@ -1,17 +1,68 @@
-"""What a sharded loader takes from the user's ``DataLoader``."""
+"""What the parts of a ``DataLoader`` and of a stream have in common, and take from the user's."""
 
 import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ...plurals import counted
 from .batch_schedule import BatchSchedule
+from .sample_order import BatchShare
 
 _COPIED = (  # options of the user's DataLoader that the sharded loader takes over
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
+
+
+class RankLoader(ABC):
+    """One rank's part of a DataLoader.
+
+    ``iterate(epoch, start)`` yields ``(batch, share)``. ``iter(loader)`` yields batches only;
+    each call iterates over the next epoch, from epoch 0 or that of ``set_epoch``.
+
+    Attributes:
+        name: The user's DataLoader, for messages.
+        schedule: Global batch size of each epoch.
+        is_branch: Whether the run compares batch sizes from one checkpoint.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        ranks: int,
+        seed: int,
+        full_ranks: int | None = None,
+        global_batch: int | BatchSchedule | None = None,
+        every_sample_once: bool = False,
+    ) -> None:
+        self.rank, self.ranks, self.seed = rank, ranks, seed
+        self.every_sample_once = every_sample_once
+        self.name = f"DataLoader({type(loader.dataset).__name__})"
+        self.is_branch = False
+        self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
+        self._epoch = 0
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the batch size to that of an epoch."""
+
+    @abstractmethod
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield (batch, share) of this rank, from position ``start`` of ``epoch``."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next ``iter(loader)``."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        self.begin_epoch(epoch)
+        return (batch for batch, _ in self.iterate(epoch))
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from torch.utils.data import (
 )
 
 from ...plurals import counted
-from .batch_schedule import BatchSchedule
-from .loader_options import batch_schedule, loader_options
+from .loader_options import RankLoader, loader_options
 from .passes import Key, check_order_repeats, draw_order
 from .sample_order import (
     BatchShare,
@@ -145,15 +144,10 @@ class SampleDivision(Protocol):
         """Return parts of samples as a tensor of the whole ones; shape: of a whole sample."""
 
 
-class ShardedLoader:
+class ShardedLoader(RankLoader):
     """One rank's part of a map-style ``DataLoader``.
 
-    ``iterate(epoch, start)`` yields ``(batch, share)``. ``iter(loader)`` yields batches only;
-    each call iterates over the next epoch, from epoch 0 or that of ``set_epoch``.
-
     Attributes:
-        schedule: Global batch size of each epoch.
-        is_branch: Whether the run compares batch sizes from one checkpoint.
         split: Split of the epoch that ``begin_epoch`` has begun, at first epoch 0.
     """
 
@@ -161,32 +155,21 @@ class ShardedLoader:
         self,
         loader: DataLoader[Any],
         *,
-        rank: int,
-        ranks: int,
-        seed: int,
-        full_ranks: int | None = None,
-        global_batch: int | BatchSchedule | None = None,
-        every_sample_once: bool = False,
         agree: Callable[[int, str], None] | None = None,
         division: SampleDivision | None = None,
+        **options: Any,
     ) -> None:
-        self._division = division
-        self.every_sample_once = every_sample_once
-        self.seed = seed
-        self.rank = rank
-        self._agree = agree
-        self._epoch = 0
         self._sampler: Any = _checked_sampler(loader)
+        super().__init__(loader, **options)
+        self._agree, self._division = agree, division
+        ranks = self.ranks
         samples = len(self._sampler)
-        self.name = f"DataLoader({type(loader.dataset).__name__})"
-        if samples < ranks and not every_sample_once:
+        if samples < ranks and not self.every_sample_once:
             raise ValueError(
                 f"world.shard: {self.name} has {counted(samples, 'sample')} for "
                 f"{counted(ranks, 'rank')}, so some would have none. HINT: start at most "
                 f"{counted(max(samples, 1), 'rank')}"
             )
-        self.is_branch = False
-        self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
         largest = self.schedule.largest
         if not samples or (samples < largest and loader.drop_last):
             raise ValueError(
@@ -196,8 +179,8 @@ class ShardedLoader:
             )
         self.split = BatchSplit(samples, self.schedule.at(0), ranks, loader.drop_last)
         each = -(-largest // ranks)
-        self._batches = RankBatches(self.split, rank, not every_sample_once, each)
-        self.loader = _over(loader, self._batches, seed, division)
+        self._batches = RankBatches(self.split, self.rank, not self.every_sample_once, each)
+        self.loader = _over(loader, self._batches, self.seed, division)
 
     @property
     def batch(self) -> int:
@@ -253,15 +236,15 @@ class ShardedLoader:
         if division is None or shapes is None:
             return pairs
 
-        def whole(batch: Any) -> Any:
+        def assemble(batch: Any) -> Any:
             tensors = batch if isinstance(batch, list) else [batch]
-            found = [
-                one if shape is None else division.assemble(one, shape)
-                for one, shape in zip(tensors, shapes, strict=False)
+            whole = [
+                tensor if shape is None else division.assemble(tensor, shape)
+                for tensor, shape in zip(tensors, shapes, strict=False)
             ]
-            return found if isinstance(batch, list) else found[0]
+            return whole if isinstance(batch, list) else whole[0]
 
-        return ((whole(batch), share) for batch, share in pairs)
+        return ((assemble(batch), share) for batch, share in pairs)
 
     def _fill_empty(
         self, pairs: Iterator[tuple[Any, BatchShare]], skipped: Sequence[Exception]
@@ -287,15 +270,6 @@ class ShardedLoader:
                 yield last, replace(share, filler=True)
         if waiting:
             raise skipped[before]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter(loader)``."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        self.begin_epoch(epoch)
-        return (batch for batch, _ in self.iterate(epoch))
 
     def give_equal_batches(self) -> None:
         """Give all ranks the same number of batches also in validation, by fillers at the end."""
@@ -335,10 +309,9 @@ def _over(
 ) -> DataLoader[Any]:
     """Return a copy of the user's loader with these batches and with seeded samples."""
     # data.Loader has this method. Its class is not imported, to keep every start fast.
-    over: Any = getattr(loader, "over", None)
-    if over is not None:
-        made: DataLoader[Any] = over(batches, seed, division)
-        return made
+    if hasattr(loader, "over"):
+        rank_loader: DataLoader[Any] = loader.over(batches, seed, division)
+        return rank_loader
     return DataLoader(
         _SeededSamples(loader.dataset, seed),
         batch_sampler=batches,

@@ -8,12 +8,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...plurals import counted, ordinal
 from ...record.hooks.batch_size import samples_in
-from .batch_schedule import BatchSchedule
-from .loader_options import batch_schedule, loader_options
+from .loader_options import RankLoader, loader_options
 from .sample_order import BatchShare
 
 
-class ShardedStream:
+class ShardedStream(RankLoader):
     """One rank's part of an ``IterableDataset``, whose length is not known in advance.
 
     ``count_all(n)`` returns the number of samples that all ranks together have for the next step.
@@ -25,39 +24,29 @@ class ShardedStream:
         self,
         loader: DataLoader[Any],
         *,
-        rank: int,
-        ranks: int,
-        seed: int,
         count_all: Callable[[int], int],
-        full_ranks: int | None = None,
-        global_batch: int | BatchSchedule | None = None,
-        every_sample_once: bool = False,
         split: str | None = None,
+        **arguments: Any,
     ) -> None:
-        self.every_sample_once = every_sample_once
-        self.seed = seed
+        super().__init__(loader, **arguments)
         self._count_all = count_all
-        self._counts_ranks = not every_sample_once
-        self._epoch = 0
-        self.name = f"DataLoader({type(loader.dataset).__name__})"
-        self.is_branch = False
-        self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
-        self.batch, self._rank, self._ranks = self.schedule.at(0), rank, ranks
+        self._counts_ranks = not self.every_sample_once
+        self.batch = self.schedule.at(0)
         options = loader_options(loader)
         if hasattr(loader.dataset, "set_epoch"):
             # Workers that persist have a copy of the dataset, which set_epoch does not reach.
             options.pop("persistent_workers", None)
         self.loader: DataLoader[Any] = DataLoader(
-            _own_part(loader.dataset, rank, ranks, split, self.name),
+            _own_part(loader.dataset, self.rank, self.ranks, split, self.name),
             batch_size=self._rank_batch(),
             drop_last=loader.drop_last,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(self.seed),
             **options,
         )
 
     def _rank_batch(self) -> int:
-        each, more = divmod(self.batch, self._ranks)
-        return each + (self._rank < more)
+        each, more = divmod(self.batch, self.ranks)
+        return each + (self.rank < more)
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the batch size to that of an epoch."""
@@ -94,15 +83,6 @@ class ShardedStream:
         batch = next(source, None)
         count = 0 if batch is None else samples_in(batch)
         return batch, count, self._count_all(count) if self._counts_ranks else count
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        self.begin_epoch(epoch)
-        return (batch for batch, _ in self.iterate(epoch))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter(loader)``."""
-        self._epoch = epoch
 
     def give_equal_batches(self) -> None:
         """Give all ranks the same number of batches also in validation, by fillers at the end."""

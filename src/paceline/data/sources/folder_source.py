@@ -15,7 +15,8 @@ import numpy as np
 from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
 from ..boundary import Boundary
-from ..format.shard_format import ArraySpec, create_new_file, write_atomically
+from ..format.meta_schema import ArraySpec
+from ..format.shard_format import create_new_file, write_atomically
 from .bounded_read import OpenFile, read_head, read_sample_file
 from .content import extension_of, kind_of
 from .source import LoadedSample, Source

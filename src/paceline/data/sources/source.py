@@ -12,8 +12,8 @@ import numpy as np
 from ...security.text import printable
 from ..format import npy
 from ..format.decode import image_to_array
-from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
-from ..format.shard_format import FILE, IMAGE, JPEG, ArraySpec
+from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES, ArraySpec
+from ..format.shard_format import FILE, IMAGE, JPEG
 from ..shards import ScratchBuffer, Shards
 from .bounded_read import OpenFile, check_expansion, read_at
 from .content import UNKNOWN, extension_of, kind_of

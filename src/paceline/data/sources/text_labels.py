@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...security.text import printable
-from ..format.shard_format import ArraySpec
+from ..format.meta_schema import ArraySpec
 
 # Not by int() and float(), which also read 1_0, and digits of other scripts.
 INTEGER, DECIMAL, EXPONENT, NOT_FINITE, WORD = (

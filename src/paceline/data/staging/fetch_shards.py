@@ -18,8 +18,8 @@ from crc32c import crc32c
 
 from ...security.folders import Folder
 from ..format import shard_format
-from ..format.meta_schema import MAX_META_BYTES
-from ..format.shard_format import DataError, Shard
+from ..format.meta_schema import MAX_META_BYTES, Shard
+from ..format.shard_format import DataError
 from .origin import Origin
 from .peer_transfer import PEER_CHECK_DELAY_S, POLL_INTERVAL_S, PeerTransfer, StoreLostError
 from .shard_server import UNCHECKED

@@ -30,7 +30,8 @@ from datetime import timedelta
 from typing import Any, BinaryIO
 
 from ...security.folders import Folder
-from ..format.shard_format import DataError, Shard
+from ..format.meta_schema import Shard
+from ..format.shard_format import DataError
 from .shard_server import ShardServer, fetch_shard, is_alive
 
 PREFIX = "paceline-stage"

@@ -22,7 +22,8 @@ from crc32c import crc32c
 
 from ...security.folders import Folder
 from ...security.handshake import Acceptor, Handshake, HandshakeError, HandshakeStep
-from ..format.shard_format import DataError, Shard
+from ..format.meta_schema import Shard
+from ..format.shard_format import DataError
 
 ANSWER_TIMEOUT_S = 20.0  # for the answer of a node, and for each piece of a shard
 ALIVE_TIMEOUT_S = 5.0  # for the answer of a node that is asked whether it is alive

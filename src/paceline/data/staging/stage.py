@@ -29,18 +29,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...cluster.topology.local_resources import IN_MEMORY, file_system_type, free_memory
 from ...security.files import UnsafeFileError
 from ...security.folders import Folder
 from ..format import shard_format
-from ..format.shard_format import DataError, DatasetMeta, Shard
+from ..format.meta_schema import DatasetMeta, Shard
+from ..format.shard_format import DataError
 from .fetch_shards import ShardFetcher, Staged, Step, whole
-from .free_space import free
 from .origin import Origin, check_entered
 from .peer_transfer import PeerTransfer, StoreLostError, join_peer_transfer
 from .shard_server import UNCHECKED
 from .staged_sets import LAST_USED, open_or_create, open_staged, staged_path, touch
 
 LOCK = ".lock"
+KEPT_SHARE = 0.1  # of the free space that stays free
 THREADS = 2  # one computes a checksum while the other reads
 
 
@@ -242,7 +244,7 @@ def _make_room(
     used.pop(folder.path.name, None)
     others = sorted(used, key=lambda name: used[name])
     while True:
-        left = free(own.path)
+        left = free_space(own.path)
         if room is not None:
             left = min(left, room - sum(size for size, _ in sets.values()))
         if wanted <= left or not others:
@@ -255,6 +257,19 @@ def _make_room(
             continue
         del sets[gone]
         found.evicted.append(gone)
+
+
+def free_space(folder: Path) -> int:
+    """Return the bytes that may be written to a folder.
+
+    Files in /dev/shm count as memory of the job, and a scheduler ends a job that uses more memory
+    than it requested.
+    """
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if file_system_type(folder) in IN_MEMORY:
+        free = min(free, free_memory())
+    return max(int((1 - KEPT_SHARE) * free), 0)
 
 
 def _staged_datasets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None]]]:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...cluster.topology.local_resources import file_system_type
 from ...cost.import_cost import Load, Packed
 from ...cost.machine.machine_file import SECONDS, Figure
 from ...security.processes import find_program, program_command
@@ -405,7 +406,7 @@ def pack_environment(file: Path | None) -> Packed:
         how, place, load, notes = _used(own, target)
     return Packed(
         str(own.prefix),
-        page_cache.filesystem_type(own.prefix),
+        file_system_type(own.prefix),
         own.files,
         own.bytes,
         own.outside,
@@ -413,7 +414,7 @@ def pack_environment(file: Path | None) -> Packed:
         known.counted_by,
         before,
         str(target),
-        page_cache.filesystem_type(target.parent),
+        file_system_type(target.parent),
         target.stat().st_size,
         seconds,
         how,
@@ -501,7 +502,7 @@ def _load(firsts: list[Timed], others: list[Timed], kept: float | None) -> Load:
 
 def _visible(folder: Path) -> bool:
     """Return whether the page cache is the only cache of a folder's file system on this host."""
-    return page_cache.filesystem_type(folder).partition(".")[0] not in page_cache.OWN_CACHE
+    return file_system_type(folder).partition(".")[0] not in page_cache.OWN_CACHE
 
 
 def drop_from_cache(files: Iterable[Path]) -> float | None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...cluster.topology.local_resources import file_system_type
 from ...data.loading.batch import SamplePipeline, make_piece
 from ...data.loading.external_transforms import adapt_transform
 from ...data.loading.file_dataset import Files
@@ -21,7 +22,6 @@ from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
 from ...data.shards import ScratchBuffer, Shards
 from ...data.sources.bounded_read import OPEN_FLAGS
 from ...data.sources.open_source import import_function
-from ...data.staging.free_space import kind_of
 from ...plurals import counted
 from ...predict.input_rate import Rate, RateRemedy, Terms, max_hosts, rate, remedies, striping
 from ..probe.measure import page_cache
@@ -428,7 +428,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
         )
     say(f"{data!r}")
     some = places(data, feed)
-    filesystem, notes = kind_of(root_of(data)), list[str]()
+    filesystem, notes = file_system_type(root_of(data)), list[str]()
     say("reading from storage")
     told = from_storage(data, some, feed.seconds, notes)
     if told:  # so that the files are in the page cache as after a first epoch

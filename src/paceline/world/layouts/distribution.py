@@ -2,8 +2,8 @@
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -238,10 +238,11 @@ def _kind_of_option(name: str) -> str:
     return "shards" if name in FULLY_SHARD_OPTIONS else "replicas"
 
 
-def check_ranks(layout: Layout, ranks: int) -> None:
-    """Raise ValueError for a layout that does not fit the number of ranks."""
+@contextmanager
+def _named() -> Iterator[None]:
+    """Name ``world.distribute`` in a ValueError about the layout."""
     try:
-        layout.over(ranks)
+        yield
     except ValueError as error:
         raise ValueError(f"world.distribute: {error}") from None
 
@@ -373,7 +374,8 @@ class ModelDistribution(SampleParts):
         ).of_settings()
         known = arguments.known
         if known is not None:
-            check_ranks(known, self.mesh.size if self._survey is None else self._survey.ranks)
+            with _named():
+                known.over(self.mesh.size if self._survey is None else self._survey.ranks)
             check_norm(known, norm)
             strategies_for(arguments.request(known))  # raises before anything is changed
         check_offload(known.offload if known is not None else offload, optimizer)
@@ -476,24 +478,17 @@ class ModelDistribution(SampleParts):
             self._progress.warn_once(line)
         mesh.create_groups()
         if is_new:
-            self._try_groups()
+            with _named():
+                mesh.try_groups()
             set_places(mesh.places, mesh.rank)
             refuse_local_norms(self._training.models)
             if self._training.loss_scaling is not None:
                 self._training.loss_scaling.largest = self._collectives.largest
             share_random_states(mesh)
 
-    def _try_groups(self) -> None:
-        try:
-            self.mesh.try_groups()
-        except ValueError as error:
-            raise ValueError(f"world.distribute: {error}") from None
-
     def _arranged(self, layout: Layout, nodes: list[str]) -> list[str]:
-        try:
+        with _named():
             return self.mesh.arrange(layout, nodes)
-        except ValueError as error:
-            raise ValueError(f"world.distribute: {error}") from None
 
     def _note_mesh(self) -> None:
         """Write layouts and mesh into the record."""

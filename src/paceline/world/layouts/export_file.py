@@ -21,24 +21,21 @@ def export_from_world(
     model: nn.Module,
     path: Path,
     rank: int,
-    inputs: str | Sequence[str] | torch.Tensor | Sequence[torch.Tensor],
     build: Callable[[], nn.Module] | None,
-    bounds: Mapping[str, tuple[int, int]] | None,
-    fields: Mapping[str, Mapping[str, Any]] | None,
-    backends: Sequence[str] | None,
-    tolerance: float | None,
-    gathered: dict[str, Any] | None = None,
+    gathered: dict[str, Any] | None,
+    **options: Any,
 ) -> "ExportResult | None":
     """Gather the parameters of ``model`` from all ranks, and export them on rank 0.
 
     Args:
         gathered: The whole state on rank 0 of a model that a layout divides; None: of another one.
+        options: Other arguments of ``world.export``.
 
     Raises:
         ValueError: The model is sharded and ``build`` is missing, or an argument is wrong.
     """
     state: dict[str, Any] = {}
-    sharded = any(is_sharded(one) for one in model.state_dict().values())
+    sharded = any(map(is_sharded, model.state_dict().values()))
     if gathered is not None:
         sharded, state = True, gathered
     if sharded and build is None:
@@ -47,8 +44,8 @@ def export_from_world(
             "function that returns the plain model"
         )
     if sharded and gathered is None:
-        for name, one in model.state_dict().items():  # one whole tensor at a time
-            whole = one.full_tensor() if is_sharded(one) else one
+        for name, value in model.state_dict().items():  # one whole tensor at a time
+            whole = value.full_tensor() if is_sharded(value) else value
             if rank == 0:
                 state[name] = whole.cpu() if isinstance(whole, torch.Tensor) else whole
     if rank != 0:
@@ -58,7 +55,7 @@ def export_from_world(
     else:
         plain = build()
         plain.load_state_dict(state if sharded else model.state_dict())
-    return _export(plain, path, inputs, bounds, fields, backends, tolerance)
+    return _export(plain, path, **options)
 
 
 def gather_stages(
@@ -118,12 +115,12 @@ def _export(
 
     given = [inputs] if isinstance(inputs, str | torch.Tensor) else list(inputs)
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    said = [specification.parse_input(x) for x in given if isinstance(x, str)]
-    if tensors and said:
+    given_specs = [specification.parse_input(x) for x in given if isinstance(x, str)]
+    if tensors and given_specs:
         raise ValueError(
             "world.export: inputs must be texts or tensors. HINT: 'x: float64[batch,6]'"
         )
-    dtype, specs = specification.choose_inputs(said, tensors, model)
+    dtype, specs = specification.choose_inputs(given_specs, tensors, model)
     values = {k: specification.FieldValues(**v) for k, v in (fields or {}).items()}
     return export_model(
         model,

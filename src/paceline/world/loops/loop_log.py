@@ -22,11 +22,15 @@ READ_TIMEOUT_S = 3.0  # for the other ranks' entries, after an error
 # The last loop that was left, and its line; number and last pass of each kind.
 _Entry: Any = tuple[tuple[str, str], dict[str, tuple[int, str]]]
 _DISAGREEMENTS = ("ranks disagree about collective", "ranks call different collectives")
-_WAY_OUT = {
+_PASSES = {  # by kind of a pass: the effect of one on some ranks only, and the way out
     "validation": (
-        "call world.batches(validation) on all ranks; world.meter() sums over their parts"
+        "although each rank has a part of its samples",
+        "call world.batches(validation) on all ranks; world.meter() sums over their parts",
     ),
-    "unsharded": "validate on all ranks, with world.shard(loader, every_sample_once=True)",
+    "unsharded": (
+        "while the other ranks wait",
+        "validate on all ranks, with world.shard(loader, every_sample_once=True)",
+    ),
 }
 
 
@@ -47,7 +51,7 @@ class LoopLog:
         self.left = ("", "")
         self._leaving: tuple[str, str] | None = None
         self._warnings: list[str] = []  # about the loop that is being left
-        self.passes: dict[str, tuple[int, str]] = {"validation": (0, ""), "unsharded": (0, "")}
+        self.passes: dict[str, tuple[int, str]] = dict.fromkeys(_PASSES, (0, ""))
 
     def leave(self, what: str, where: str, line: str) -> None:
         """Note that the script leaves a loop before its end, at or after this line.
@@ -93,12 +97,12 @@ class LoopLog:
             return
         # From the ranks themselves: in the store, those ahead may have begun the next epoch's pass.
         entries = all_gather_objects((self.left, self.passes), _Entry)
-        said = self._describe_left(entries) or self._describe_passes(entries, "validation")
-        if said:
-            raise ValueError(said)
-        said = self._describe_passes(entries, "unsharded")
-        if said:
-            self.warn(said)
+        if message := (
+            self._describe_left(entries) or self._describe_passes(entries, "validation")
+        ):
+            raise ValueError(message)
+        if message := self._describe_passes(entries, "unsharded"):
+            self.warn(message)
 
     def explain(self, error: BaseException) -> str | None:
         """Return how the ranks' loops differ, for an error about a collective; else None."""
@@ -115,10 +119,10 @@ class LoopLog:
             return None
         # A rank that is gone may have failed in the loop that this rank has just left.
         has_left = bool(entries[self.rank][0][0])
-        said = self._describe_left(entries) if is_disagreement or not has_left else ""
+        difference = self._describe_left(entries) if is_disagreement or not has_left else ""
         if is_disagreement:
-            said = said or self._describe_passes(entries, "validation")
-        return f"{said}\n{text.strip().splitlines()[0]}" if said else None
+            difference = difference or self._describe_passes(entries, "validation")
+        return f"{difference}\n{text.strip().splitlines()[0]}" if difference else None
 
     def _read(self) -> list[Any]:
         """Return the entries of all ranks; [] where the store is gone."""
@@ -154,12 +158,8 @@ class LoopLog:
         ranks = [rank for rank, (number, _) in enumerate(passes) if number == most]
         if len(ranks) == len(passes):
             return ""
-        effect = (
-            "although each rank has a part of its samples"
-            if kind == "validation"
-            else "while the other ranks wait"
-        )
+        effect, way_out = _PASSES[kind]
         return (
             f"only {self.mesh.named(ranks)} iterated over {text} with world.batches, {effect}. "
-            f"HINT: {_WAY_OUT[kind]}"
+            f"HINT: {way_out}"
         )

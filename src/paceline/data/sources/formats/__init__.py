@@ -21,7 +21,7 @@ from ....security.files import InvalidFileError, UnsafeFileError, kind_of_file, 
 from ....security.text import printable
 from ...boundary import Boundary
 from ...format.decode import import_optional
-from ...format.shard_format import ArraySpec, DatasetMeta
+from ...format.meta_schema import ArraySpec, DatasetMeta
 from ..bounded_read import read_head
 from ..content import DECOMPRESS, compression_of
 from ..source import Source

@@ -12,7 +12,8 @@ import numpy as np
 
 from ....security.files import open_regular
 from ...boundary import Boundary
-from . import convert_library_errors, hdf5, hdf5_references, import_format_package
+from . import convert_library_errors, hdf5, import_format_package
+from . import hdf5 as hdf5_references
 from .cf import with_nan
 from .stores import Array, Rows, StoreSource, check_sizes, native
 from .stores import source as store_source

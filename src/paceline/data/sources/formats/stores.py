@@ -9,8 +9,7 @@ import numpy as np
 
 from ....security.text import printable
 from ...boundary import Boundary
-from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
-from ...format.shard_format import ArraySpec
+from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES, ArraySpec
 from ..bounded_read import check_expansion
 from ..source import ArraySource, LoadedSample
 from . import open_source as open_formats_source

@@ -18,8 +18,7 @@ from crc32c import crc32c
 
 from ....security.text import printable
 from ...boundary import Boundary
-from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
-from ...format.shard_format import ArraySpec
+from ...format.meta_schema import DTYPES, MAX_DIMS, ArraySpec, nbytes
 from ..bounded_read import OpenFile, read_at
 from ..source import LoadedSample, Source, label_field
 from . import (

@@ -3,11 +3,9 @@
 import ctypes
 import mmap
 import os
-from pathlib import Path
 
 # File systems with a separate cache, which cannot be queried or dropped from outside.
 OWN_CACHE = ("gpfs", "zfs", "fuse", "pvfs2", "beegfs", "9p", "wekafs")
-IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def drop_from_cache(file: int) -> None:
@@ -51,20 +49,3 @@ def flush_page(folder: int) -> None:
     """
     if ctypes.CDLL(None, use_errno=True).syncfs(folder) != 0:
         os.sync()
-
-
-def filesystem_type(folder: Path) -> str:
-    """Return the type of a folder's file system as the kernel lists it; "" if unknown."""
-    real, best, found = os.path.realpath(folder), "", ""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        # The kernel writes a space in a path as \040.
-        point = before.split(" ")[4].encode().decode("unicode_escape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # the last of several mounts covers the others
-            best, found = point, after.split(" ")[0]
-    return found

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....cluster.topology.local_resources import IN_MEMORY, file_system_type
 from ....cost.machine.machine_file import BANDWIDTH, FILES, Figure, Storage
 from ....security.removal import TemporaryFolder
 from . import page_cache
@@ -76,7 +77,7 @@ def _missing(folder: Path) -> str:
 
 
 def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
-    filesystem = page_cache.filesystem_type(folder)
+    filesystem = file_system_type(folder)
     written = _write(own, free // 10, seconds)
     write = Figure.of([one.size / one.seconds for one in written], BANDWIDTH)
     parts = [_forgotten(one.path) for one in written]
@@ -100,7 +101,7 @@ def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
 def _of_cache(filesystem: str, resident: list[float | None]) -> str:
     """Return "in" if files were read partly from the page cache, "out" if not, or "unknown"."""
     known = [part for part in resident if part is not None]
-    if filesystem in page_cache.IN_MEMORY or (known and max(known) > DROPPED):
+    if filesystem in IN_MEMORY or (known and max(known) > DROPPED):
         return "in"
     own_cache = filesystem.partition(".")[0] in page_cache.OWN_CACHE
     return "unknown" if own_cache or len(known) < len(resident) else "out"

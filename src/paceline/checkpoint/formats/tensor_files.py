@@ -1,27 +1,29 @@
-"""A safetensors file: a JSON header, then the bytes of the tensors one after the other.
+"""Files of tensors: safetensors, and those of ``torch.save``.
 
-The writer of the library safetensors takes all tensors at once, in memory. This one takes them one
-by one, so that a model larger than the memory can be written. The reader maps the file; it needs no
-package, and its errors name the file.
+A safetensors file is a JSON header, then the bytes of the tensors one after the other. The writer
+of the library safetensors takes all tensors at once, in memory. This one takes them one by one, so
+that a model larger than the memory can be written. The reader maps the file; it needs no package,
+and its errors name the file. A file of ``torch.save`` is checked before ``torch.load`` maps it.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError, open_regular
 from ...security.folders import NewFile
 from ...security.schema import load_json
-from ..manifest import DamagedCheckpointError
+from ..manifest import DamagedCheckpointError, check_archive, map_archive, name_damage
 
 MAX_HEADER_BYTES = 100_000_000  # that readers accept
 MAX_PARSED_HEADER_BYTES = 512 << 20  # some 400,000 tensors
+MAX_DEPTH = 100
+MAX_PARTS = 10_000_000
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float64: "F64",
@@ -103,17 +105,14 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         DamagedCheckpointError: The file can't be read, or is not a valid safetensors file.
     """
-    try:
-        with open(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise DamagedCheckpointError(path, "is not a safetensors file")
-            entries = _read_entries(file.read(length), path)
-            # The path is that of the checked descriptor, because torch maps no file objects.
-            content = torch.from_file(f"/dev/fd/{file.fileno()}", size=size, dtype=torch.uint8)
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
+    with name_damage(path), open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise DamagedCheckpointError(path, "is not a safetensors file")
+        entries = _read_entries(file.read(length), path)
+        # The path is that of the checked descriptor, because torch maps no file objects.
+        content = torch.from_file(f"/dev/fd/{file.fileno()}", size=size, dtype=torch.uint8)
     places = {name: _place(name, entry, path) for name, entry in entries.items()}
     end = 8 + length
     for place in sorted(places.values(), key=lambda place: (place.begin, place.end)):
@@ -167,3 +166,61 @@ def _mapped(content: torch.Tensor, start: int, place: _Place) -> torch.Tensor:
     if part.storage_offset() % place.dtype.itemsize:  # such a file is allowed, though rare
         part = part.clone()
     return part.view(place.dtype).view(place.shape)
+
+
+def load_torch_file(path: Path) -> dict[str, Any]:
+    """Return the values of a file by their names; names in nested containers are joined by dots.
+
+    Tensors are mapped, not read. Those that share memory (tied weights) are one object.
+
+    Raises:
+        DamagedCheckpointError: The file can't be read, or contains other objects than tensors,
+            numbers, texts and containers.
+    """
+    with name_damage(path), open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            check_archive(file, size, path, of_models=True)
+        except DamagedCheckpointError as error:
+            hint = "HINT: torch.save(model.state_dict(), FILE) writes a file that can be converted"
+            raise DamagedCheckpointError(path, f"{error.reason}. {hint}") from None
+        content = map_archive(file)
+    if isinstance(content, torch.Tensor):
+        content = {"tensor": content}
+    found: dict[str, Any] = {}
+    for count, (name, value) in enumerate(_named(content, "", 0, path), 1):
+        if count > MAX_PARTS:
+            raise DamagedCheckpointError(path, f"has over {MAX_PARTS:,} values")
+        if name in found:
+            raise DamagedCheckpointError(path, f"has two values of the name {name[:80]!r}")
+        found[name] = value
+    return _shared(found, size, path)
+
+
+def _named(value: Any, name: str, depth: int, path: Path) -> Iterator[tuple[str, Any]]:
+    if depth > MAX_DEPTH:
+        raise DamagedCheckpointError(path, f"nests over {MAX_DEPTH} levels")
+    if isinstance(value, dict | list | tuple) and value:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _named(item, f"{name}.{key}" if name else str(key), depth + 1, path)
+    else:
+        yield name, value
+
+
+def _shared(values: dict[str, Any], size: int, path: Path) -> dict[str, Any]:
+    """Return the values with one object for tensors that are the same part of the same storage."""
+    first: dict[tuple[Any, ...], torch.Tensor] = {}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if strided and not value.is_nested:
+            tensor = value.detach()
+            where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            found[name] = first.setdefault(where, tensor)
+        else:
+            found[name] = value
+    if sum(tensor.numel() * tensor.element_size() for tensor in first.values()) > size:
+        reason = "has tensors that overlap in memory. HINT: save clones of them"
+        raise DamagedCheckpointError(path, reason)
+    return found
