@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 from ..plurals import counted
 from ..significance import student_quantile
@@ -33,6 +32,30 @@ _EACH = 64  # members; with more, leaving one out does not change the median
 
 
 @dataclass(frozen=True)
+class Outlier:
+    """Outlier of a machine.
+
+    Attributes:
+        kind: "unreachable", "missing", "slow", "link", "version", "parts", "mask", "limit",
+            "vector", "import" or "clock".
+        hosts: Names of the affected hosts.
+        what: Name of the quantity.
+        value: Value of the outlier.
+        peers: Value of the peers, or a sufficient value; empty if unknown.
+        sentence: Description for the user.
+        by: Lost share of the speed, if the quantity is a speed.
+    """
+
+    kind: str
+    hosts: tuple[str, ...]
+    what: str
+    value: str
+    peers: str
+    sentence: str
+    by: float = 0.0
+
+
+@dataclass(frozen=True)
 class SlowerFigure:
     """Figure that is worse than its peers.
 
@@ -45,6 +68,16 @@ class SlowerFigure:
     named: NamedFigure
     peers: float
     by: float
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The figure, and the median of its peers, with their unit."""
+        unit = self.named.figure.unit
+        return format_value(self.named.figure.median, unit), format_value(self.peers, unit)
+
+    def outlier(self, kind: str, hosts: tuple[str, ...], what: str, sentence: str) -> Outlier:
+        """Return the outlier that this figure is."""
+        return Outlier(kind, hosts, what, *self.texts, sentence, self.by)
 
 
 def find_slower(members: Sequence[NamedFigure]) -> list[SlowerFigure]:
@@ -127,33 +160,6 @@ def _gap(named: NamedFigure, middle: float) -> float:
     return gap if named.more_is_better else -gap
 
 
-# One outlier of a machine.
-
-
-@dataclass(frozen=True)
-class Outlier:
-    """Outlier of a machine.
-
-    Attributes:
-        kind: "unreachable", "missing", "slow", "link", "version", "parts", "mask", "limit",
-            "vector", "import" or "clock".
-        hosts: Names of the affected hosts.
-        what: Name of the quantity.
-        value: Value of the outlier.
-        peers: Value of the peers, or a sufficient value; empty if unknown.
-        sentence: Description for the user.
-        by: Lost share of the speed, if the quantity is a speed.
-    """
-
-    kind: str
-    hosts: tuple[str, ...]
-    what: str
-    value: str
-    peers: str
-    sentence: str
-    by: float = 0.0
-
-
 # Find slow links between two hosts, and hosts all of whose links are slow.
 
 
@@ -202,13 +208,12 @@ def _speed(named: NamedFigure) -> float:
 
 
 def _of_host(host: str, worse: SlowerFigure) -> Outlier:
-    named = worse.named
-    value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    named, (value, peers) = worse.named, worse.texts
     sentence = (
         f"all links of {host} are slow: {named.what} is {value} at best, {peers} between other "
         "hosts. HINT: check its network card and cable"
     )
-    return Outlier("link", (host,), f"{named.what} of all links", value, peers, sentence, worse.by)
+    return worse.outlier("link", (host,), f"{named.what} of all links", sentence)
 
 
 def _of_links(rest: Sequence[NamedFigure]) -> list[Outlier]:
@@ -219,15 +224,12 @@ def _of_links(rest: Sequence[NamedFigure]) -> list[Outlier]:
 
 
 def _of_link(worse: SlowerFigure) -> Outlier:
-    named = worse.named
-    value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
+    named, (value, peers) = worse.named, worse.texts
     sentence = (
-        f"the link between {join_words(named.hosts)} is slow: {named.what} is {value}, that of"
+        f"the link between {join_words(named.hosts)} is slow: {named.what} is {value}, that of "
+        f"other links {peers}"
     )
-    what = f"{named.what} of the link"
-    return Outlier(
-        "link", named.hosts, what, value, peers, f"{sentence} other links {peers}", worse.by
-    )
+    return worse.outlier("link", named.hosts, f"{named.what} of the link", sentence)
 
 
 def _many_links(bad: list[SlowerFigure], count: int) -> Outlier:
@@ -280,32 +282,29 @@ def find_slow_hosts(machine: Machine) -> list[Outlier]:
 
 
 def _single_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
-    named, unit = worse.named, worse.named.figure.unit
-    value, peers = format_value(named.figure.median, unit), format_value(worse.peers, unit)
+    named, (value, peers) = worse.named, worse.texts
     part = "processors" if named.device == "cpu" else named.device
     whose = f"{named.what} of its {part}" if part else named.what
     who = _describe_peers({one.hosts[0] for one in members} - set(named.hosts), members)
     sentence = f"{named.hosts[0]} is slow: {whose} is {value}, that of {who} {peers}"
-    return Outlier("slow", named.hosts, named.what, value, peers, sentence, worse.by)
+    return worse.outlier("slow", named.hosts, named.what, sentence)
 
 
 def _host_outlier(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outlier:
     """Report a host all of whose devices are slow."""
     first = ones[0]
-    unit, host = first.named.figure.unit, first.named.hosts[0]
-    value, peers = format_value(first.named.figure.median, unit), format_value(first.peers, unit)
+    host, (value, peers) = first.named.hosts[0], first.texts
     who = _describe_peers({one.hosts[0] for one in members} - {host}, members)
     sentence = (
         f"{host} is slow: {first.named.what} of all its {counted(len(ones), 'GPU')} is {value} at "
         f"worst, that of {who} {peers}"
     )
-    return Outlier("slow", (host,), first.named.what, value, peers, sentence, first.by)
+    return first.outlier("slow", (host,), first.named.what, sentence)
 
 
 def _pair_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
     """Report two members that differ: it is unknown which of them is the outlier."""
-    unit, slow = worse.named.figure.unit, worse.named
-    value, peers = format_value(slow.figure.median, unit), format_value(worse.peers, unit)
+    slow, (value, peers) = worse.named, worse.texts
     both = tuple(dict.fromkeys(named.hosts[0] for named in members))
     other = next(named for named in members if named is not slow)
     if len(both) > 1:
@@ -315,7 +314,7 @@ def _pair_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
         f"{names[0]} and {names[1]} differ: {slow.what} is {value} and {peers}; with only "
         "two it is unknown which one is the outlier"
     )
-    return Outlier("slow", both, slow.what, value, peers, sentence, worse.by)
+    return worse.outlier("slow", both, slow.what, sentence)
 
 
 def _describe_peers(others: set[str], members: list[NamedFigure]) -> str:
@@ -332,7 +331,6 @@ FILES = 4096  # open files that a process needs: sockets to peers, tensors of wo
 _CORES = 16  # with this many cores there may be enough workers to need these files
 SHM, SHM_FREE = 1 << 30, 1 << 28  # bytes: workers pass batches through /dev/shm
 CLOCK_S = 1.0
-T = TypeVar("T")
 WAITING = 2.0  # ratio of time to CPU time above which an import mostly waits for files
 # Width of the vector units by PyTorch's name of their instructions. DEFAULT: those that every
 # processor of the architecture has.
@@ -350,39 +348,53 @@ def host_differences(machine: Machine) -> list[Outlier]:
         Outlier("unreachable", (host,), "reach", "", "", f"{host} can't be reached: {why}")
         for host, why in machine.unreachable.items()
     ]
-    hosts = machine.hosts
-    for (what, why), names in _group_by_item(hosts, lambda host: list(host.missing.items())):
-        sentence = f"{what} is not known of {join_words(names)}: {why}"
-        found.append(Outlier("missing", tuple(names), what, "", "", sentence))
+    found += _alike(machine, "missing", _missing, "{what} is not known of {names}: {why}")
     found += _versions(machine)
     found += _parts(machine)
-    for (value, all_of_it), names in _group_by_item(hosts, _mask):
-        may = f"processes on {join_words(names)} may run on"
-        sentence = f"{may} only {value} of {all_of_it} hardware threads"
-        found.append(Outlier("mask", tuple(names), "mask", value, all_of_it, sentence))
-    for (what, value, enough, why), names in _group_by_item(
-        hosts, lambda host: _limits(host, machine)
-    ):
-        sentence = f"{what} is {value} on {join_words(names)}: {why}"
-        found.append(Outlier("limit", tuple(names), what, value, enough, sentence))
-    for (used, there, why), names in _group_by_item(hosts, _vector_units):
-        sentence = (
-            f"PyTorch's kernels use {used} on {join_words(names)}, whose processor has {there}"
-        )
-        outlier = Outlier("vector", tuple(names), "vector units", used, there, f"{sentence}: {why}")
-        found.append(outlier)
+    may = "processes on {names} may run on only {value} of {peers} hardware threads"
+    found += _alike(machine, "mask", _mask, may)
+    found += _alike(machine, "limit", _limits, "{what} is {value} on {names}: {why}")
+    uses = "PyTorch's kernels use {value} on {names}, whose processor has {peers}: {why}"
+    found += _alike(machine, "vector", _vector_units, uses)
     return found + _imports(machine) + _clocks(machine)
 
 
+@dataclass(frozen=True)
+class _Item:
+    """Something that hosts may have in common: fields of an ``Outlier``, and the reason."""
+
+    what: str
+    value: str = ""
+    peers: str = ""
+    why: str = ""
+
+
 def _group_by_item(
-    hosts: tuple[HostFacts, ...], told_of: Callable[[HostFacts], list[T]]
-) -> list[tuple[T, list[str]]]:
-    """Return each item that ``told_of`` returns once, with the names of its hosts."""
-    found: dict[T, list[str]] = defaultdict(list)
-    for host in hosts:
-        for one in told_of(host):
-            found[one].append(host.name)
-    return list(found.items())
+    machine: Machine, items_of: Callable[[HostFacts, Machine], list[_Item]]
+) -> dict[_Item, list[str]]:
+    """Return each item once, with the names of its hosts."""
+    found: dict[_Item, list[str]] = defaultdict(list)
+    for host in machine.hosts:
+        for item in items_of(host, machine):
+            found[item].append(host.name)
+    return found
+
+
+def _alike(
+    machine: Machine, kind: str, items_of: Callable[[HostFacts, Machine], list[_Item]], text: str
+) -> list[Outlier]:
+    """Return one outlier for each item. text: The sentence, with names of fields in braces."""
+    return [
+        Outlier(
+            *(kind, tuple(names), item.what, item.value, item.peers),
+            text.format(names=join_words(names), **vars(item)),
+        )
+        for item, names in _group_by_item(machine, items_of).items()
+    ]
+
+
+def _missing(host: HostFacts, machine: Machine) -> list[_Item]:
+    return [_Item(what, why=why) for what, why in host.missing.items()]
 
 
 def _versions(machine: Machine) -> list[Outlier]:
@@ -404,8 +416,8 @@ def _parts(machine: Machine) -> list[Outlier]:
         ("hardware threads", {name: host.threads for name, host in known}),
         ("NUMA nodes", {name: host.numa_nodes for name, host in known}),
     ):
-        told_of = {name: str(count) for name, count in counts.items() if count is not None}
-        found += _differing("parts", what, told_of)
+        known_counts = {name: str(count) for name, count in counts.items() if count is not None}
+        found += _differing("parts", what, known_counts)
     found += _differing("parts", "GPUs", {name: _gpus(host) for name, host in known})
     memory = {name: host.memory_bytes for name, host in known if host.memory_bytes}
     middle = median(memory.values()) if memory else 0
@@ -442,14 +454,14 @@ def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Outlier]
     ]
 
 
-def _mask(host: HostFacts) -> list[tuple[str, str]]:
+def _mask(host: HostFacts, machine: Machine) -> list[_Item]:
     cpus = len(host.cpus)
     if not cpus or host.threads is None or cpus >= host.threads:
         return []
-    return [(str(cpus), str(host.threads))]
+    return [_Item("mask", str(cpus), str(host.threads))]
 
 
-def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]]:
+def _limits(host: HostFacts, machine: Machine) -> list[_Item]:
     limits, found = host.limits, []
     crowded = len(machine.hosts) > 1 or len(host.cpus) >= _CORES or (host.ranks or 0) > 8
     if limits.nofile is not None and limits.nofile < (FILES if crowded else FILES // 4):
@@ -457,15 +469,15 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
             "many ranks and loader workers need more open files. "
             f"HINT: ulimit -n {FILES}, or set it in limits.conf"
         )
-        found.append(("limit on open files", str(limits.nofile), str(FILES), why))
+        found.append(_Item("limit on open files", str(limits.nofile), str(FILES), why))
     shm, free = limits.shm_bytes, limits.shm_free_bytes
     batches = "loader workers pass their batches through it. HINT: "
     if shm is not None and shm < SHM:
         why = f"{batches}in a container use --shm-size or --ipc=host; else mount it with more space"
-        found.append(("/dev/shm", size(shm), size(SHM), why))
+        found.append(_Item("/dev/shm", size(shm), size(SHM), why))
     elif free is not None and free < SHM_FREE:
         why = f"{batches}remove the files of ended jobs from it"
-        found.append(("free /dev/shm", size(free), size(SHM_FREE), why))
+        found.append(_Item("free /dev/shm", size(free), size(SHM_FREE), why))
     lock = limits.memlock_bytes
     card = next((one for one in host.networks if one.layer.lower() == "infiniband"), None)
     if card is not None and lock is not None and lock < (host.memory_bytes or UNLIMITED):
@@ -473,11 +485,11 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
             f"{card.name} (InfiniBand) needs locked memory. HINT: set ulimit -l unlimited where "
             "the scheduler's daemon starts"
         )
-        found.append(("limit on locked memory", size(lock), "unlimited", why))
+        found.append(_Item("limit on locked memory", size(lock), "unlimited", why))
     return found
 
 
-def _vector_units(host: HostFacts) -> list[tuple[str, str, str]]:
+def _vector_units(host: HostFacts, machine: Machine) -> list[_Item]:
     build = host.torch_build
     used, there = build.get("capability", ""), build.get("processor", "")
     if VECTOR_BITS.get(used, 0) >= VECTOR_BITS.get(there, 0) or used not in VECTOR_BITS:
@@ -489,7 +501,7 @@ def _vector_units(host: HostFacts) -> list[tuple[str, str, str]]:
         else f"this build has no kernels for {there}. HINT: install PyTorch's wheels with pip"
     )
     names = {"DEFAULT": "no AVX" if there.startswith("AVX") else "NEON", "NO AVX": "no AVX"}
-    return [(names.get(used, used), there, why)]
+    return [_Item("vector units", names.get(used, used), there, why)]
 
 
 def _imports(machine: Machine) -> list[Outlier]:
@@ -532,25 +544,26 @@ def _clocks(machine: Machine) -> list[Outlier]:
     if len(machine.hosts) < 2:
         return []
     found = []
-    for (value, about), names in _group_by_item(machine.hosts, _clock):
+    for item, names in _group_by_item(machine, _clock).items():
         clocks = f"the clock{'s' if len(names) > 1 else ''} of {join_words(names)}"
-        peers = format_value(CLOCK_S, "s") if value else ""
-        sentence = f"{clocks} {'are' if len(names) > 1 else 'is'} {about}"
-        found.append(Outlier("clock", tuple(names), "clock", value or "not known", peers, sentence))
+        sentence = f"{clocks} {'are' if len(names) > 1 else 'is'} {item.why}"
+        value = item.value or "not known"
+        found.append(Outlier("clock", tuple(names), "clock", value, item.peers, sentence))
     return found
 
 
-def _clock(host: HostFacts) -> list[tuple[str, str]]:
+def _clock(host: HostFacts, machine: Machine) -> list[_Item]:
     offset, unsure = host.clock_offset_s, host.clock_uncertainty_s or 0.0
     if offset is None:
-        return [("", "not compared with the launcher's")]
+        return [_Item("clock", why="not compared with the launcher's")]
     if unsure > CLOCK_S:
-        return [("", f"known only to {format_value(unsure, 's')}")]
+        return [_Item("clock", why=f"known only to {format_value(unsure, 's')}")]
     if abs(offset) - unsure <= CLOCK_S:
         return []
     value = format_value(abs(offset), "s")
     why = "and times of files and logs are wrong. HINT: run chrony or ntpd"
-    return [(value, f"{value} {'ahead' if offset > 0 else 'behind'}, {why}")]
+    text = f"{value} {'ahead' if offset > 0 else 'behind'}, {why}"
+    return [_Item("clock", value, format_value(CLOCK_S, "s"), text)]
 
 
 def find_outliers(machine: Machine) -> list[Outlier]:

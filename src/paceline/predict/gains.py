@@ -71,16 +71,6 @@ def prefetch(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(PREFETCH_FACTOR, None, TRIED)
 
 
-def pinned_memory(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose pinned memory, if there are GPUs to copy batches to."""
-    return Saving(True, None, TRIED) if e.first_facts.get("gpu") else None
-
-
-def matmul_precision(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose a lower matmul precision on GPUs; on CPUs it is tried only if requested by name."""
-    return Saving("high", None, TRIED) if e.first_facts.get("gpu") else None
-
-
 def paceline_exchange(e: Evidence, cause: Cause) -> Saving | None:
     """Propose Paceline's exchange on CPUs, if the job does not use it yet.
 
@@ -99,25 +89,18 @@ def paceline_exchange(e: Evidence, cause: Cause) -> Saving | None:
     return replace(scaled(cause, max(less, 0.0), FORMULA), value="paceline")
 
 
-def nccl_setting(bandwidth: str, latency: str) -> PredictSaving:
-    """Return a function that proposes an NCCL setting on GPUs, by what limits the exchange."""
+def setting_of(user: str, bandwidth: Any, latency: Any) -> PredictSaving:
+    """Return a function that proposes a setting of NCCL or Horovod, by what limits the exchange.
 
-    def gain(e: Evidence, cause: Cause) -> Saving | None:
-        value = latency if cause.id == "exchange-latency" else bandwidth
-        return Saving(value, None, TRIED) if e.first_facts.get("gpu") else None
-
-    return gain
-
-
-def horovod_setting(latency: float, bandwidth: float) -> PredictSaving:
-    """Return a function that proposes a setting of Horovod in scripts that use it.
-
-    By what limits the exchange: many small tensors, or an exchange that begins late.
+    Args:
+        user: The fact about a script that uses the setting: "gpu", "horovod".
+        bandwidth: Value where bandwidth is the limit, or an exchange that begins late.
+        latency: Value where many small collectives are.
     """
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
         value = latency if cause.id == "exchange-latency" else bandwidth
-        return Saving(value, None, TRIED) if e.first_facts.get("horovod") else None
+        return Saving(value, None, TRIED) if e.first_facts.get(user) else None
 
     return gain
 
@@ -501,12 +484,12 @@ GAINS: dict[str, PredictSaving] = {
     "loader-workers": loader_workers,
     "persistent-workers": persistent_workers,
     "prefetch": prefetch,
-    "pin-memory": pinned_memory,
+    "pin-memory": setting_of("gpu", True, True),
     "exchange": paceline_exchange,
-    "fusion-mb": horovod_setting(128.0, 32.0),
-    "cycle-ms": horovod_setting(5.0, 0.5),
-    "nccl-algorithm": nccl_setting("Ring", "Tree"),
-    "nccl-protocol": nccl_setting("Simple", "LL"),
+    "fusion-mb": setting_of("horovod", 32.0, 128.0),
+    "cycle-ms": setting_of("horovod", 0.5, 5.0),
+    "nccl-algorithm": setting_of("gpu", "Ring", "Tree"),
+    "nccl-protocol": setting_of("gpu", "Simple", "LL"),
     "accumulate-locally": accumulate_locally,
     "compress-powersgd": between_nodes(2),
     "compress-topk": between_nodes(0.01),
@@ -516,7 +499,7 @@ GAINS: dict[str, PredictSaving] = {
     "keep-memory": keep_memory,
     "jemalloc": keep_memory,
     "autocast-bf16": autocast_bf16,
-    "matmul-precision": matmul_precision,
+    "matmul-precision": setting_of("gpu", "high", "high"),
     "compile": compile_model,
     "one-exchange": one_exchange,
     "ddp": overlap_backward,

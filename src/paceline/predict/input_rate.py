@@ -180,6 +180,11 @@ def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[RateRemed
     return sorted(worth, key=lambda one: -one.samples_s)
 
 
+def _rate_with(t: Terms, now: Rate, stored: bool) -> float:
+    """Return the samples/s with other terms, on as many ranks and threads."""
+    return rate(t, now.ranks, now.threads, stored).samples_s
+
+
 def _threads(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
     if now.limit != "threads":
         return []
@@ -198,14 +203,11 @@ def _storage(t: Terms, now: Rate) -> list[RateRemedy]:
             alone = t.alone * t.cpu_s / max(t.cpu_s - t.decode_s, 1e-9)
             packed = replace(packed, decode_s=0.0, alone=alone, chunk=1, bytes=t.decoded)
         said = "paceline pack, and shuffle='blocks': large reads instead of a sample at a time"
-        found.append(RateRemedy("pack", rate(packed, now.ranks, now.threads, True).samples_s, said))
+        found.append(RateRemedy("pack", _rate_with(packed, now, True), said))
     elif not t.blocks:
-        blocks = replace(t, blocks=True)
         said = "Loader(shuffle='blocks'): large reads instead of a sample at a time"
-        found.append(
-            RateRemedy("blocks", rate(blocks, now.ranks, now.threads, True).samples_s, said)
-        )
-    near = rate(t, now.ranks, now.threads, False).samples_s
+        found.append(RateRemedy("blocks", _rate_with(replace(t, blocks=True), now, True), said))
+    near = _rate_with(t, now, False)
     said = "paceline stage to this host's memory or a fast disk; the first epoch is as the later"
     return [*found, RateRemedy("stage", near, said)] if t.kind == "packed" else found
 
@@ -213,25 +215,20 @@ def _storage(t: Terms, now: Rate) -> list[RateRemedy]:
 def _less_work(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
     if now.limit not in ("processor", "interpreter", "threads"):
         return []
-    found = []
     if t.transform_s >= t.decode_s:
-        without = _faster(t, t.transform_s)
+        without = _rate_with(_faster(t, t.transform_s), now, stored)
         said = (
             "what of the transform is always the same, once: paceline pack --apply (all of it here)"
         )
-        found.append(
-            RateRemedy("offline", rate(without, now.ranks, now.threads, stored).samples_s, said)
-        )
-    elif t.decode_s > t.read_s and t.kind != "store":
-        half = _faster(t, t.decode_s / 2)
+        return [RateRemedy("offline", without, said)]
+    if t.decode_s > t.read_s and t.kind != "store":
+        half = _rate_with(_faster(t, t.decode_s / 2), now, stored)
         said = (
             "decoding is most of the work: paceline pack --resize to half of it (a side shorter "
             "by 1.4), or --decode where there is room"
         )
-        found.append(
-            RateRemedy("smaller", rate(half, now.ranks, now.threads, stored).samples_s, said)
-        )
-    return found
+        return [RateRemedy("smaller", half, said)]
+    return []
 
 
 def _faster(t: Terms, less_s: float) -> Terms:

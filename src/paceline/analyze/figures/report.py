@@ -236,7 +236,9 @@ def analyse_with_window(
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
         memory=find_growth(records),
-        noise_scale=noise_scale_of_steps(recorded_steps(records, axis and axis.shards)),
+        noise_scale=noise_scale_of_steps(
+            recorded_steps(records, axis.shards if axis is not None else None)
+        ),
         peaks=find_peaks(records),
         halos=halo_layers(records),
         mesh=mesh_places(records),

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -17,19 +16,25 @@ MIN_RATE_RATIO, MIN_NORM_RATIO = 1.5, 3.0
 MIN_LOSS_RATIO = 2.0  # of a rank's loss to that of the others
 
 
-class Step(Protocol):
-    """The part of ``launch.guard.job_steps.JobStep`` that is needed here."""
+@dataclass(frozen=True)
+class JobStep:
+    """One step of all ranks.
 
-    @property
-    def step(self) -> int: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def losses(self) -> dict[int, float]: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def norm(self) -> float: ...
+    Attributes:
+        samples: Samples of all ranks until its end; 0 if they are not known.
+        loss: Mean over ranks, weighted by their samples; nan if it is not known.
+        losses: Of each rank that is known.
+        rate, norm: Learning rate, and largest gradient norm of a rank; nan if not known.
+        bits: Checksum of the parameters of each rank that has sent one.
+    """
+
+    step: int
+    samples: int
+    loss: float
+    losses: dict[int, float]
+    rate: float
+    norm: float
+    bits: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Change:
 
 
 def find_changes(
-    steps: Sequence[Step],
+    steps: Sequence[JobStep],
     first_step: int,
     reference: Reference,
     difference: ReplicaDifference | None,
@@ -86,7 +91,7 @@ def _replicas(difference: ReplicaDifference) -> Change:
     return Change("replicas", difference.step, text)
 
 
-def _nonfinite(steps: Sequence[Step]) -> list[Change]:
+def _nonfinite(steps: Sequence[JobStep]) -> list[Change]:
     for one in steps:
         bad = [rank for rank, loss in one.losses.items() if not math.isfinite(loss)]
         if bad:
@@ -98,12 +103,14 @@ def _nonfinite(steps: Sequence[Step]) -> list[Change]:
     return []
 
 
-def _unknown(steps: Sequence[Step]) -> bool:
+def _unknown(steps: Sequence[JobStep]) -> bool:
     """Whether no step has a gradient norm, as opposed to one that is not a number."""
     return all(math.isnan(one.norm) for one in steps)
 
 
-def _rate(before: Sequence[Step], since: Sequence[Step], reference: Reference) -> list[Change]:
+def _rate(
+    before: Sequence[JobStep], since: Sequence[JobStep], reference: Reference
+) -> list[Change]:
     """Compare the learning rate with its value before, and with the reference's at the step."""
     old = before[-1].rate
     for one in since:
@@ -120,7 +127,7 @@ def _rate(before: Sequence[Step], since: Sequence[Step], reference: Reference) -
     return []
 
 
-def _reference_ratio(reference: Reference, new: Step, old: Step) -> float | None:
+def _reference_ratio(reference: Reference, new: JobStep, old: JobStep) -> float | None:
     run = reference.runs[0]
     known = np.isfinite(run.rates)
     if known.sum() < 2:
@@ -132,7 +139,7 @@ def _reference_ratio(reference: Reference, new: Step, old: Step) -> float | None
     return rates[1] / rates[0] if rates[0] > 0 else None
 
 
-def _norm(before: Sequence[Step], since: Sequence[Step]) -> list[Change]:
+def _norm(before: Sequence[JobStep], since: Sequence[JobStep]) -> list[Change]:
     old = [s.norm for s in before if math.isfinite(s.norm)]
     new = [s.norm for s in since[:AFTER] if math.isfinite(s.norm)]
     if not old or not new:
@@ -144,7 +151,7 @@ def _norm(before: Sequence[Step], since: Sequence[Step]) -> list[Change]:
     return [Change("gradient-norm", since[0].step, text)]
 
 
-def _rank_losses(before: Sequence[Step], since: Sequence[Step]) -> list[Change]:
+def _rank_losses(before: Sequence[JobStep], since: Sequence[JobStep]) -> list[Change]:
     """Find a rank whose loss changed and is far from that of the other ranks."""
     ranks = sorted({rank for one in since for rank in one.losses})
     if len(ranks) < 2:
@@ -161,6 +168,6 @@ def _rank_losses(before: Sequence[Step], since: Sequence[Step]) -> list[Change]:
     return [Change("rank-loss", since[0].step, text)]
 
 
-def _median(steps: Sequence[Step], rank: int) -> float:
+def _median(steps: Sequence[JobStep], rank: int) -> float:
     values = [s.losses[rank] for s in steps if rank in s.losses]
     return float(np.median(values)) if values else math.nan

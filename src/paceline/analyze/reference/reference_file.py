@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ...security.outputs import write_output
 from ...security.schema import read_json
-from .metric import BACKWARD, Metric
+from .metric import Metric
 from .series import Floats, Model, Reference, Series
 
 FORMAT, VERSION = "paceline-reference", 1
@@ -33,16 +33,10 @@ class _StoredRun:
 
 
 @dataclass
-class _StoredMetric:
-    source: str = BACKWARD
-    name: str = ""
-
-
-@dataclass
 class _Stored:
     format: str
     version: Annotated[int, Meta(ge=1)]
-    metric: _StoredMetric
+    metric: Metric
     runs: list[_StoredRun]
     model: Model = field(default_factory=Model)
     command: list[str] = field(default_factory=list)
@@ -91,8 +85,7 @@ def read_reference(path: Path) -> Reference:
     runs = [_series(run, f"{file}, run {i + 1}") for i, run in enumerate(stored.runs)]
     if not runs:
         raise ValueError(f"{file} has no run. HINT: make it again with paceline run")
-    metric = Metric(stored.metric.source, stored.metric.name)
-    return Reference(metric, runs, stored.model, stored.command)
+    return Reference(stored.metric, runs, stored.model, stored.command)
 
 
 def merge_references(references: list[Reference]) -> Reference:

@@ -126,35 +126,23 @@ def find_bends(costs: Sequence[SizeCosts], kind: str, model: CostModel) -> list[
     return result
 
 
-@dataclass
-class _Growth:
-    """Growth of the seconds of a rank per sample, of one cause; ``part``: with most of it."""
-
-    seconds: float = 0.0
-    part: str = ""
-    largest: float = -math.inf
-
-    def add(self, part: str, seconds: float) -> None:
-        self.seconds += seconds
-        if seconds > self.largest:
-            self.part, self.largest = part, seconds
-
-
 def _grown(
     one: SizeCosts, two: SizeCosts, kind: str, model: CostModel, lost: float
 ) -> list[GrownLoss]:
-    growth: dict[str, _Growth] = {}
+    growth: dict[str, dict[str, float]] = {}  # seconds of a rank per sample, by cause and part
     for part in PARTS:
         for cause, seconds in _causes(part, one, two, kind, model).items():
             if seconds:
-                growth.setdefault(cause, _Growth()).add(part, seconds)
+                growth.setdefault(cause, {})[part] = seconds
     whole = two.per_sample_s - one.per_sample_s
     result = []
-    for cause, found in growth.items():
-        seconds = found.seconds * two.batch
+    for cause, by_part in growth.items():
+        per_sample = sum(by_part.values())
+        part = max(by_part, key=lambda name: by_part[name])
+        seconds = per_sample * two.batch
         step_share = min(seconds / two.step_s, 1 - 1e-9)
-        share = found.seconds / whole if whole else 0.0
-        is_exchange = found.part == EXCHANGE
+        share = per_sample / whole if whole else 0.0
+        exchanges = two.exchanges if part == EXCHANGE else []
         result.append(
             GrownLoss(
                 cause,
@@ -163,10 +151,10 @@ def _grown(
                 seconds,
                 step_share,
                 max(step_share, 0.0) / (1 - max(step_share, 0.0)),
-                _late_rank(cause, found.part, two),
-                _sentence(cause, found.part, one, two, seconds),
-                sum(x.calls for x in two.exchanges) if is_exchange else 0.0,
-                sum(x.bytes for x in two.exchanges) if is_exchange else 0.0,
+                _late_rank(cause, part, two),
+                _sentence(cause, part, one, two, seconds),
+                sum(x.calls for x in exchanges),
+                sum(x.bytes for x in exchanges),
             )
         )
     return sorted(result, key=lambda loss: -loss.seconds)

@@ -76,18 +76,20 @@ def estimate(values: Sequence[float], error: float | None = None) -> Estimate:
 
 def throughput(point: SizePoint) -> Estimate | None:
     """Return X(P) in samples/s of the whole job; None without a run."""
-    runs = [run for run in point.figures if run.throughput > 0]
-    if not runs:
-        return None
-    return estimate([run.throughput for run in runs], relative_error(runs[0]))
+    return _estimate_of(point, "throughput")
 
 
 def step_time(point: SizePoint) -> Estimate | None:
     """Return the mean duration of a step in s; None without a run."""
-    runs = [run for run in point.figures if run.mean_step_s > 0]
-    if not runs:
+    return _estimate_of(point, "mean_step_s")
+
+
+def _estimate_of(point: SizePoint, name: str) -> Estimate | None:
+    values = [float(getattr(run, name)) for run in point.figures]
+    known = [at for at, value in enumerate(values) if value > 0]
+    if not known:
         return None
-    return estimate([run.mean_step_s for run in runs], relative_error(runs[0]))
+    return estimate([values[at] for at in known], relative_error(point.figures[known[0]]))
 
 
 def relative_error(run: RunFigures) -> float | None:

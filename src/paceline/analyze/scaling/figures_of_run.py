@@ -1,5 +1,6 @@
 """From the record of one run to its figures in a scaling study."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -202,18 +203,14 @@ def _waits(report: Report, steps: int, window_s: float) -> list[WaitCause]:
 
     Those beyond ``MAX_WAITS`` follow without the rank.
     """
-    found = [
-        WaitCause(loss.rank, loss.doing, loss.share * window_s / steps)
-        for loss in report.losses
-        if loss.kind == "wait" and loss.share > 0
-    ]
-    merged: dict[tuple[int | None, str | None], float] = {}
-    for one in found:
-        merged[one.rank, one.doing] = merged.get((one.rank, one.doing), 0.0) + one.seconds
-    ordered = sorted(merged.items(), key=lambda item: -item[1])
-    rest: dict[tuple[int | None, str | None], float] = {}
+    sums: dict[tuple[int | None, str | None], float] = defaultdict(float)
+    for loss in report.losses:
+        if loss.kind == "wait" and loss.share > 0:
+            sums[loss.rank, loss.doing] += loss.share * window_s / steps
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    rest: dict[tuple[None, str | None], float] = defaultdict(float)
     for (_, doing), seconds in ordered[MAX_WAITS:]:
-        rest[None, doing] = rest.get((None, doing), 0.0) + seconds
+        rest[None, doing] += seconds
     return [
         WaitCause(rank, doing, seconds)
         for (rank, doing), seconds in (*ordered[:MAX_WAITS], *rest.items())

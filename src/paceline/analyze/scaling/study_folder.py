@@ -50,15 +50,21 @@ class PlannedPoint:
 
 
 @dataclass(frozen=True)
-class StoredStudy:
+class _Stored:
+    """What all files of a study begin with."""
+
+    format: str
+    version: Annotated[int, Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class StoredStudy(_Stored):
     """Contents of ``study.json``.
 
     Attributes:
         steps: Measured steps of each run; 0: not chosen yet.
     """
 
-    format: str
-    version: Annotated[int, Meta(ge=1)]
     request: StudyRequest
     batch: BatchSource | None = None
     points: list[PlannedPoint] = field(default_factory=list)
@@ -67,16 +73,12 @@ class StoredStudy:
 
 
 @dataclass(frozen=True)
-class _StoredRun:
-    format: str
-    version: Annotated[int, Meta(ge=1)]
+class _StoredRun(_Stored):
     run: StudyRun
 
 
 @dataclass(frozen=True)
-class _StoredPredictions:
-    format: str
-    version: Annotated[int, Meta(ge=1)]
+class _StoredPredictions(_Stored):
     predictions: list[Prediction]
 
 
@@ -101,7 +103,7 @@ def read_stored(folder: Path) -> StoredStudy:
         ) from None
     except NotADirectoryError:
         raise ValueError(f"{folder} is no folder. HINT: give the folder of a study") from None
-    _check_version(path, stored.format, stored.version)
+    _check_version(path, stored)
     return stored
 
 
@@ -140,7 +142,7 @@ def read_runs(folder: Path) -> tuple[list[StudyRun], list[str]]:
     for path in sorted((folder / RUNS_FOLDER).glob(f"*/{FIGURES_FILE}"))[:MAX_RUNS]:
         try:
             stored = read_json(path, _StoredRun, MAX_FIGURES_BYTES)
-            _check_version(path, stored.format, stored.version)
+            _check_version(path, stored)
         except (ValueError, OSError) as error:
             notes.append(f"a run was left out: {printable(str(error))}")
             continue
@@ -175,7 +177,7 @@ def read_predictions(folder: Path) -> list[Prediction]:
         stored = read_json(path, _StoredPredictions, MAX_STUDY_BYTES)
     except FileNotFoundError:
         return []
-    _check_version(path, stored.format, stored.version)
+    _check_version(path, stored)
     return stored.predictions
 
 
@@ -212,10 +214,10 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
     replace_file(path, data + b"\n")
 
 
-def _check_version(path: Path, kind: str, version: int) -> None:
-    if kind != FORMAT or version > VERSION:
+def _check_version(path: Path, stored: _Stored) -> None:
+    if stored.format != FORMAT or stored.version > VERSION:
         raise InvalidFileError(
             path,
             f"is no file of a scaling study that this version of Paceline reads (format "
-            f"{printable(kind[:40])!r}, version {version}). HINT: update Paceline",
+            f"{printable(stored.format[:40])!r}, version {stored.version}). HINT: update Paceline",
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...analyze.reference.changes import Change, find_changes
+from ...analyze.reference.changes import Change, JobStep, find_changes
 from ...analyze.reference.learning_rate import RateRise, RateWatch
 from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Metric
 from ...analyze.reference.reference_file import merge_references, read_reference, write_reference
@@ -158,27 +158,6 @@ def _is_json(path: Path) -> bool:
 
 MAX_BEHIND = 256  # steps that a rank may be behind before the others' values are used without it
 MAX_KEPT = 4096  # last steps that are kept to explain a divergence
-
-
-@dataclass(frozen=True)
-class JobStep:
-    """One step of all ranks.
-
-    Attributes:
-        samples: Samples of all ranks until its end; 0 if they are not known.
-        loss: Mean over ranks, weighted by their samples; nan if it is not known.
-        losses: Of each rank that is known.
-        rate, norm: Learning rate, and largest gradient norm of a rank; nan if not known.
-        bits: Checksum of the parameters of each rank that has sent one.
-    """
-
-    step: int
-    samples: int
-    loss: float
-    losses: dict[int, float]
-    rate: float
-    norm: float
-    bits: dict[int, int]
 
 
 @dataclass

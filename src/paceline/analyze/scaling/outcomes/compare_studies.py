@@ -158,30 +158,28 @@ def _changed_state(before: SizePoint, after: SizePoint) -> tuple[str, float]:
 
 
 def _differences(before: ScalingStudy, after: ScalingStudy, changes: list[SizeChange]) -> list[str]:
-    found = []
-    words = [[study.request.script, *study.request.args] for study in (before, after)]
-    if words[0] != words[1]:
-        found.append(f"Command: {' '.join(words[0])} before, {' '.join(words[1])} after.")
-    options = [[*study.request.where, *study.request.options] for study in (before, after)]
-    if options[0] != options[1]:
-        texts = [" ".join(one) or "none" for one in options]
-        found.append(f"Options of the runs: {texts[0]} before, {texts[1]} after.")
-    knobs = [
-        ", ".join(f"{name}={value}" for name, value in sorted(study.request.settings.items()))
-        for study in (before, after)
-    ]
-    if knobs[0] != knobs[1]:
-        found.append(f"Knobs: {knobs[0] or 'none'} before, {knobs[1] or 'none'} after.")
-    hosts = [sorted(_hosts(study)) for study in (before, after)]
+    both = (before, after)
+    texts = {
+        "Command": [" ".join([one.request.script, *one.request.args]) for one in both],
+        "Options of the runs": [
+            " ".join([*one.request.where, *one.request.options]) or "none" for one in both
+        ],
+        "Knobs": [
+            ", ".join(f"{name}={value}" for name, value in sorted(one.request.settings.items()))
+            or "none"
+            for one in both
+        ],
+    }
+    found = [f"{what}: {a} before, {b} after." for what, (a, b) in texts.items() if a != b]
+    hosts = [sorted(_hosts(study)) for study in both]
     if hosts[0] != hosts[1] and all(hosts):
-        texts = [", ".join(names[:4]) + (" ..." if len(names) > 4 else "") for names in hosts]
-        found.append(f"Nodes: {texts[0]} before, {texts[1]} after.")
+        nodes = [", ".join(names[:4]) + (" ..." if len(names) > 4 else "") for names in hosts]
+        found.append(f"Nodes: {nodes[0]} before, {nodes[1]} after.")
     for one in changes:
         batches = one.before.setup.global_batch, one.after.setup.global_batch
         if batches[0] != batches[1]:
             size = f"{counted(one.ranks, 'rank')} ({one.kind} scaling)"
-            both = f"{batches[0]:,} before, {batches[1]:,} after"
-            found.append(f"Global batch on {size}: {both}.")
+            found.append(f"Global batch on {size}: {batches[0]:,} before, {batches[1]:,} after.")
     return found
 
 
