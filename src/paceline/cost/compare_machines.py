@@ -126,7 +126,11 @@ Pair = tuple[NamedFigure, NamedFigure]
 
 def _figures(before: Machine, after: Machine) -> Iterator[Change]:
     then, now = (
-        {(n.what, n.member, n.device, n.like): n for n in _all(machine)}
+        {
+            (named.what, named.member, named.device, named.like): named
+            for figures in (host_figures, group_figures, link_figures)
+            for named in figures(machine)
+        }
         for machine in (before, after)
     )
     pairs = [(old, now[key]) for key, old in then.items() if key in now]
@@ -186,10 +190,6 @@ def _variance(figure: Figure) -> float:
 def _degrees(figure: Figure) -> float:
     least, each = _QUARTILE_DEGREES
     return max(least, each * (figure.n - 1)) if figure.n >= MIN_REPETITIONS else 0.0
-
-
-def _all(machine: Machine) -> list[NamedFigure]:
-    return [*host_figures(machine), *group_figures(machine), *link_figures(machine)]
 
 
 def _real(old: NamedFigure, new: NamedFigure, noise: _Noise) -> bool:

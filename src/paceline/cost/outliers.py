@@ -194,17 +194,14 @@ def _worst_host(rest: Sequence[NamedFigure]) -> tuple[str, SlowerFigure] | None:
         others = [named.figure.median for named in rest if host not in named.hosts]
         if len(own) < 2 or not others:
             continue
-        best = max(own, key=_speed)
+        choose = max if own[0].more_is_better else min
+        best = choose(own, key=lambda named: named.figure.median)
         middle, apart = around(others)
         worse = behind(best, middle)
         gap = abs(best.figure.median - middle)
         if worse is not None and gap > max(noise, MIN_MADS * apart):
             found.append((host, worse))
     return max(found, key=lambda one: one[1].by, default=None)
-
-
-def _speed(named: NamedFigure) -> float:
-    return named.figure.median if named.more_is_better else -named.figure.median
 
 
 def _of_host(host: str, worse: SlowerFigure) -> Outlier:

@@ -202,11 +202,6 @@ def _slowest(rungs: list[RungResult], number: int, *names: str) -> int:
     return int(np.argmax(_times_of_ranks(rungs, number, *names)))
 
 
-def _fastest(rungs: list[RungResult], number: int) -> int:
-    """Return the rank whose steps are shortest in all rounds but ``number``."""
-    return int(np.argmin(_times_of_ranks(rungs, number)))
-
-
 def _times_of_ranks(rungs: list[RungResult], number: int, *names: str) -> list[float]:
     others = [*rungs[:number], *rungs[number + 1 :]] or rungs
     count = len(rungs[0].training_s)
@@ -259,7 +254,8 @@ def _waterfall(
     for number, (single, unsynchronized, from_memory, full) in enumerate(
         zip(firsts, silent, cached, everything, strict=True)
     ):
-        fast, slow = _fastest(silent, number), _slowest(silent, number)
+        fast = int(np.argmin(_times_of_ranks(silent, number)))  # chosen as _slowest chooses
+        slow = _slowest(silent, number)
         validates = _slowest(silent, number, "validation_s")
         saves = _slowest(silent, number, "validation_s", "checkpoint_s")
         levels = (

@@ -78,8 +78,8 @@ class StepRanges:
         return self.steps[0], self.steps[-1] - 1
 
 
-def split_into_ranges(records: list[Record], within: Window, bins: int = RANGE_COUNT) -> StepRanges:
-    """Split the window's steps into ``bins`` ranges of equally many steps.
+def split_into_ranges(records: list[Record], within: Window) -> StepRanges:
+    """Split the window's steps into ``RANGE_COUNT`` ranges of equally many steps.
 
     The edge of a range is the time at which all ranks have completed its last step.
     """
@@ -87,7 +87,7 @@ def split_into_ranges(records: list[Record], within: Window, bins: int = RANGE_C
     steps = [s[(s["end"] > within.start) & (s["end"] <= within.end)] for s in steps]
     first = min((int(s["step"].min()) for s in steps if len(s)), default=0)
     last = max((int(s["step"].max()) + 1 for s in steps if len(s)), default=first + 1)
-    bounds = np.unique(np.linspace(first, last, min(bins, last - first) + 1).astype(int))
+    bounds = np.unique(np.linspace(first, last, min(RANGE_COUNT, last - first) + 1).astype(int))
     edges = [within.start]
     for bound in bounds[1:-1]:
         done = [int(s["end"][s["step"] < bound].max()) for s in steps if (s["step"] < bound).any()]
@@ -171,12 +171,8 @@ def wait_losses(
     known = np.flatnonzero(attributed_waits(matched, blocked, within, residual))
     unknown = total(blocked.wait) - total(blocked.wait[known])
     together = np.clip(last_together(rows), within.start, start)[known]
-    rows, start, last_arrival, length = (
-        rows[known],
-        start[known],
-        last_arrival[known],
-        blocked.wait[known],
-    )
+    rows, start, last_arrival = rows[known], start[known], last_arrival[known]
+    length = blocked.wait[known]
     own_states = np.zeros((len(rows), len(STATES)), np.float32)
     for number, of_value in rows_by_value(rows["record"]):
         line = timelines[number]
@@ -200,7 +196,7 @@ def wait_losses(
             excess = np.where(
                 excess_sum > 0,
                 excess / np.maximum(excess_sum, 1),
-                _one_hot(line.underlying_at(last_arrival[chunk] - 1)),
+                np.eye(len(STATES))[line.underlying_at(last_arrival[chunk] - 1)],
             )
             excess_shares[part : part + CHUNK_ROWS] = excess
         for state in range(len(STATES)):
@@ -254,10 +250,9 @@ def last_together(rows: npt.NDArray[Any]) -> Ints:
     """
     order = np.lexsort((rows["end"], rows["group"], rows["record"]))
     start, end = rows["start"][order], rows["end"][order]
-    same = np.zeros(len(rows), bool)
+    same = np.ones(len(rows), bool)
     for name in ("record", "group"):
-        same[1:] |= rows[name][order][1:] != rows[name][order][:-1]
-    same = ~same
+        same[1:] &= rows[name][order][1:] == rows[name][order][:-1]
     before = np.concatenate(([np.iinfo(np.int64).min], end[:-1])) if len(rows) else end
     begins = ~same | (start - before > MAX_GAP_NS)
     begins[:1] = True
@@ -265,11 +260,6 @@ def last_together(rows: npt.NDArray[Any]) -> Ints:
     result = np.empty(len(rows), np.int64)
     result[order] = np.where(same[first], before[first], np.iinfo(np.int64).min)
     return result
-
-
-def _one_hot(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return rows that are 1 in the column of the row's state and 0 elsewhere."""
-    return np.asarray(np.eye(len(STATES))[state], np.float64)
 
 
 def transfer_losses(

@@ -91,7 +91,10 @@ def find_standstills(m: MeasuredWindow) -> list[Standstill]:
         rows = rows[(rows["end"] > scope.start) & (rows["start"] < scope.end)]
         for start, end in zip(rows["start"].tolist(), rows["end"].tolist(), strict=True):
             by_host.setdefault(record.host, []).append((start, end, i))
-    waits = m.matched.waits[_is_long_wait(m)] if by_host else m.matched.waits[:0]
+    # the long ones, which are few: each standstill scans them
+    waits = m.matched.waits
+    is_long = (waits["end"] - waits["start"] > _MIN_STALL_NS // 10) & (m.blocked.wait > 0)
+    waits = waits[is_long] if by_host else waits[:0]
     parts = [
         (host, part) for host in by_host for part in _group_simultaneous(sorted(by_host[host]))
     ]
@@ -106,14 +109,6 @@ def _scope(m: MeasuredWindow) -> Window:
     first = (record.events_in(State.STEP)["end"][:1] for record in m.records)
     start = max((int(end[0]) for end in first if len(end)), default=m.within.start)
     return Window(start, max(int(record.events["end"].max()) for record in m.records))
-
-
-def _is_long_wait(m: MeasuredWindow) -> Any:
-    """Select the waits that may be for a rank that stood still: few, as each standstill scans
-    them.
-    """
-    waits = m.matched.waits
-    return (waits["end"] - waits["start"] > _MIN_STALL_NS // 10) & (m.blocked.wait > 0)
 
 
 def _group_simultaneous(spans: list[RankInterval]) -> Iterator[list[RankInterval]]:
@@ -198,13 +193,13 @@ def find_stalls(m: MeasuredWindow, still: list[Standstill]) -> list[Stall]:
         slow_exchanges += _slow_exchanges(
             m, i, rows[i], np.flatnonzero(is_slow[first : first + len(rows[i])])
         )
-    longest = sorted(_longest_of_overlapping(slow_exchanges), key=lambda one: one[0] - one[1])[
-        :MAX_LISTED
+    longest = sorted(_longest_of_overlapping(slow_exchanges), key=lambda one: one[0] - one[1])
+    stalls = [
+        _make_stall(m, i, row, rows[i][row], usual) for _, _, i, row, usual in longest[:MAX_LISTED]
     ]
-    found_stalls = [_make_stall(m, i, row, rows[i][row], usual) for _, _, i, row, usual in longest]
     return [
         one
-        for one in found_stalls
+        for one in stalls
         if not any(
             _overlap(each, one.at_s, one.at_s + one.seconds) >= _MIN_EXPLAINED * one.seconds
             for each in still

@@ -205,7 +205,8 @@ def blocked_collectives(
         ]
         members = {r.rank: _last_collective_number(r, group) for r in records}
         reached = {rank: last for rank, last in members.items() if last is not None}
-        sizes = [int(g["size"]) for r in records for g in _groups(r) if g["name"] == group]
+        groups = [one for r in records for one in r.meta.get("groups", {}).values()]
+        sizes = [int(one["size"]) for one in groups if one["name"] == group]
         result.append(
             BlockedCollective(
                 collective=collective,
@@ -218,10 +219,6 @@ def blocked_collectives(
             )
         )
     return sorted(result, key=lambda one: -one.for_s)
-
-
-def _groups(record: Record) -> list[dict[str, Any]]:
-    return list(record.meta.get("groups", {}).values())
 
 
 def with_device_waits(records: Sequence[Record], doing: Sequence[RankState]) -> list[RankState]:

@@ -55,16 +55,11 @@ class Clocks:
         return max(clock.residual_ns for clock in self.clocks)
 
 
-def clock_names(records: list[Record]) -> list[str]:
-    """Return the name of each record's clock."""
-    return [str(r.meta.get("clock") or r.meta["host"]) for r in records]
-
-
 def align_clocks(
     records: list[Record], matched: MatchedCommunication
 ) -> tuple[list[Record], Clocks]:
     """Return the records with all times on the first record's clock, and the fitted clocks."""
-    names = clock_names(records)
+    names = [str(r.meta.get("clock") or r.meta["host"]) for r in records]
     unique = list(dict.fromkeys(names))
     index = {name: i for i, name in enumerate(unique)}
     hosts_of: dict[str, set[str]] = {name: set() for name in unique}
@@ -77,9 +72,8 @@ def align_clocks(
         return records, Clocks((fitted[first],), ())
     bounds = _OffsetBounds(matched, np.array([index[name] for name in names]), len(unique))
     unaligned, newly_aligned = list[str](), first
-    bounds_to_aligned = dict.fromkeys(
-        unique[1:], (0, "")
-    )  # number of bounds, to which aligned clock
+    # number of bounds, to which aligned clock
+    bounds_to_aligned = dict.fromkeys(unique[1:], (0, ""))
     while bounds_to_aligned:  # next is the host that has most bounds to an aligned one
         for name in bounds_to_aligned:
             u, k = index[name], index[newly_aligned]
@@ -129,9 +123,8 @@ class _OffsetBounds:
         nodes = len(matched.node_rows) - 1
         every = nodes * count // MAX_BOUNDS + 1  # take every n-th node where there are more
         nodes = nodes // every + 1
-        self._last_start = np.full(
-            (count, nodes), _NEVER_STARTED
-        )  # latest start of each node, per clock
+        # latest start of each node, per clock
+        self._last_start = np.full((count, nodes), _NEVER_STARTED)
         node_of_launch = np.repeat(
             np.arange(len(matched.node_rows) - 1), np.diff(matched.node_rows)
         )
@@ -182,10 +175,8 @@ def _fit_clock(after: tuple[Ints, Ints], before: tuple[Ints, Ints], reference: C
         lowest, highest = float(np.max(low - drift * low_t)), float(np.min(up - drift * up_t))
         return (highest - lowest) / 2, (highest + lowest) / 2
 
-    low_drift, high_drift = (
-        -_MAX_DRIFT,
-        _MAX_DRIFT,
-    )  # the half-width is a concave function of the drift
+    # the half-width is a concave function of the drift
+    low_drift, high_drift = -_MAX_DRIFT, _MAX_DRIFT
     for _ in range(_SEARCH_ITERATIONS):
         third = (high_drift - low_drift) / 3
         if half_width(low_drift + third)[0] < half_width(high_drift - third)[0]:

@@ -74,10 +74,6 @@ class CollectiveSite:
     bytes_per_call: float
 
 
-def _no_collectives() -> Ints:
-    return np.empty((0, 3), np.int64)
-
-
 @dataclass(frozen=True)
 class RankLines:
     """The line profile of one rank.
@@ -109,7 +105,7 @@ class RankLines:
     worker_ns: int
     worker_times: list[tuple[int, int]]
     collective_sites: list[CollectiveSite] = field(default_factory=list)
-    collectives: Ints = field(default_factory=_no_collectives)
+    collectives: Ints = field(default_factory=lambda: np.empty((0, 3), np.int64))
 
     def on_clock(self, clock: Clock) -> "RankLines":
         """Return the profile with its times on another clock."""

@@ -53,11 +53,6 @@ def is_pipeline_group(name: str) -> bool:
     return "stage" in axes and "data" not in axes
 
 
-def _pipeline_numbers(record: Record) -> list[int]:
-    groups = record.meta.get("groups", {})
-    return [int(n) for n, group in groups.items() if is_pipeline_group(group["name"])]
-
-
 def useful_states(record: Record) -> tuple[State, ...]:
     """Return the states of computing for the model. On a GPU: non-communication kernels."""
     return (State.KERNEL,) if record.on_gpu else USEFUL_STATES
@@ -206,7 +201,9 @@ def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:
     """
     blocked = record.events_in(*blocking_states(record))
     last_arrival = np.clip(latest, blocked["start"], blocked["end"])
-    in_pipeline = np.isin(blocked["group"], _pipeline_numbers(record))
+    groups = record.meta.get("groups", {})
+    pipelines = [int(n) for n, group in groups.items() if is_pipeline_group(group["name"])]
+    in_pipeline = np.isin(blocked["group"], pipelines)
     waits = {
         name: merge_intervals(blocked["start"][of], last_arrival[of], window)
         for name, of in (("bubble", in_pipeline), ("wait", ~in_pipeline))

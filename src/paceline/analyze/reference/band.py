@@ -150,7 +150,7 @@ def make_band(reference: Reference) -> Band:
     noise = np.maximum(noise, 1e-6 * np.maximum(np.abs(mean), 1e-6))
     stretch = _stretch(x, curves, mean, noise)
     low, high = _envelope(x, mean, stretch)
-    offset = _quantile(len(runs)) * _spread(curves, low, high, noise)
+    offset = _QUANTILES.get(len(runs), _QUANTILE) * _spread(curves, low, high, noise)
     return Band(x, mean, noise, offset, low, high, len(runs), usual)
 
 
@@ -223,10 +223,6 @@ def _spread(curves: Floats, low: Floats, high: Floats, noise: Floats) -> Floats:
         local = local_means(squares, NOISE_WIDTH * len(mean))
         spread = np.sqrt(local * (1 + 1 / runs))
     return np.asarray(np.maximum(spread, MIN_SPREAD * noise))
-
-
-def _quantile(runs: int) -> float:
-    return _QUANTILES.get(runs, _QUANTILE)
 
 
 def _stretch(x: Floats, curves: Floats, mean: Floats, noise: Floats) -> int:

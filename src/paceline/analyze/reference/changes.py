@@ -92,20 +92,16 @@ def _replicas(difference: ReplicaDifference) -> Change:
 
 
 def _nonfinite(steps: Sequence[JobStep]) -> list[Change]:
+    has_norms = not all(math.isnan(one.norm) for one in steps)
     for one in steps:
         bad = [rank for rank, loss in one.losses.items() if not math.isfinite(loss)]
         if bad:
             text = f"the loss of rank {bad[0]} is {one.losses[bad[0]]} at step {one.step}"
             return [Change("nonfinite", one.step, text)]
-        if math.isinf(one.norm) or (math.isnan(one.norm) and one.losses and not _unknown(steps)):
+        if math.isinf(one.norm) or (math.isnan(one.norm) and one.losses and has_norms):
             text = f"the gradient norm is {one.norm} at step {one.step}"
             return [Change("nonfinite", one.step, text)]
     return []
-
-
-def _unknown(steps: Sequence[JobStep]) -> bool:
-    """Whether no step has a gradient norm, as opposed to one that is not a number."""
-    return all(math.isnan(one.norm) for one in steps)
 
 
 def _rate(

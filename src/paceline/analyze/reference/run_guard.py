@@ -82,14 +82,11 @@ def make_standard(reference: Reference) -> Standard:
         held = make_band(Reference(reference.metric, others))
         standard = Standard(held, unused, reference.axis, reference.metric, typical)
         guard = RunGuard(standard)
-        found = [guard.residual(x, y) for x, y in _points(run, reference.axis)]
+        points = zip(run.along(reference.axis).tolist(), run.values.tolist(), strict=True)
+        found = [guard.residual(x, y) for x, y in points]
         centered = [one.centered for one in found if one is not None and one.centered is not None]
         residuals.append(np.array(centered))
     return Standard(band, measure_psi(residuals), reference.axis, reference.metric, typical)
-
-
-def _points(run: Series, axis: str) -> list[tuple[float, float]]:
-    return list(zip(run.along(axis).tolist(), run.values.tolist(), strict=True))
 
 
 def _differences(run: Series, band: Band, axis: str) -> Floats:

@@ -74,10 +74,10 @@ class SequentialTest:
         values: Number of values for which the rate of false alarms holds.
     """
 
-    def __init__(self, psi: Floats, values: int, rate: float = FALSE_ALARM_RATE) -> None:
+    def __init__(self, psi: Floats, values: int) -> None:
         self._psi, self._tilts = psi, np.array(TILTS)
         self._start_weight = 1.0 / max(values, 1)
-        self._log_limit = float(np.log(2 * len(TILTS) / rate))
+        self._log_limit = float(np.log(2 * len(TILTS) / FALSE_ALARM_RATE))
         shape = psi.shape
         self._log_ratio = np.full(shape, -np.inf)  # of the mixture over starts
         self._cusum = np.zeros(shape)

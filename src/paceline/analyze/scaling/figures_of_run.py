@@ -76,13 +76,8 @@ class TooShortError(ValueError):
     """The run ended before enough steps were measured."""
 
 
-def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
-    """Return the figures of a run's steady steps.
-
-    Args:
-        run: Its records.
-        warm_up: Steps to drop after the first one, which is never measured; None: by the rule of
-            ``find_warm_up``.
+def figures_of_run(run: Run) -> RunFigures:
+    """Return the figures of a run's steady steps: those that ``find_warm_up`` does not drop.
 
     Raises:
         TooShortError: Fewer than ``MIN_STEPS`` steps are left.
@@ -96,8 +91,6 @@ def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
             "measure. HINT: let the script train longer"
         )
     found = find_warm_up(steps.seconds.tolist())
-    if warm_up is not None:
-        found = WarmUp(min(warm_up, done - MIN_STEPS), steady=warm_up <= done - MIN_STEPS)
     dropped = min(found.steps, done - MIN_STEPS)
     first = steps.first + dropped
     measured = analyse_with_window(run, (first, steps.first + done))

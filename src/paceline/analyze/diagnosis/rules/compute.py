@@ -185,20 +185,10 @@ def search(e: Evidence) -> NamedCause:
 # Descriptions
 
 
-def _remains_float64(facts: Facts, used: Facts) -> str:
-    sizes = facts[0].get("parameters", {})
-    return "the parameters remain float64" if sizes.get("float64") else ""
-
-
 def _expected_layout(first: FirstRun) -> float:
     """Return 1.0 if there are convolutions in the contiguous format: the share is not known yet."""
     each = (one.get("convolutions") and not one.get("channels_last") for one in first.facts)
     return float(any(each))
-
-
-def _of_all_ranks(e: Evidence, found: Interval, _: Interval | None) -> Interval:
-    """Return a share of the step of one rank as a share of that of all ranks."""
-    return found.scaled(e.relative_step_time("alone"))
 
 
 def _expected_page_faults(first: FirstRun) -> float:
@@ -270,11 +260,6 @@ def _without_slow_threads(e: Evidence, found: Interval, whole: Interval | None) 
     if whole is not None and 0 < whole.mean < found.mean:
         return found.scaled(whole.mean / found.mean)
     return found
-
-
-def _expected_search(first: FirstRun) -> float:
-    """Return 1.0 if DDP searches for unused parameters without need: the share is not known yet."""
-    return float(any(_searches_in_vain(one) for one in first.facts))
 
 
 def _map_of_used_parameters(e: Evidence) -> float:
@@ -359,7 +344,8 @@ INDICATORS = (
             _expected_layout,
             "interleaved with it: images as they are",
             is_alone=True,
-            adapt=_of_all_ranks,
+            # of the step of all ranks, and not of one
+            adapt=lambda e, found, whole: found.scaled(e.relative_step_time("alone")),
         ),
     ),
     Indicator(
@@ -377,7 +363,10 @@ INDICATORS = (
             SINGLE_PRECISION,
             lambda first: _float64_cost(first.facts[0]),
             is_separate=True,
-            why_void=_remains_float64,
+            why_void=lambda facts, used: (
+                "the parameters remain float64"
+                * bool(facts[0].get("parameters", {}).get("float64"))
+            ),
         ),
         is_estimate=True,
     ),
@@ -453,7 +442,8 @@ INDICATORS = (
             "no search for unused parameters",
             "everything",
             "all ranks, no search for unused parameters",
-            expected=_expected_search,
+            # 1.0: the share is not known yet
+            expected=lambda first: float(any(map(_searches_in_vain, first.facts))),
             settings={"unused-search-off": True},
             is_separate=True,
         ),

@@ -260,11 +260,6 @@ def calls_of(e: Evidence, *kinds: CollectiveKind) -> list[ExchangedCalls]:
     return [one for one in e.exchanged if one.site.kind in kinds]
 
 
-def transfer_of(e: Evidence, kind: CollectiveKind) -> float:
-    """Return the share of transfers of a kind, without waits for a late rank."""
-    return sum(one.transfer for one in calls_of(e, kind))
-
-
 def lines_of(calls: list[ExchangedCalls]) -> list[dict[str, object]]:
     """Return the lines of these collectives, as the evidence of a cause has them."""
     whole = sum(one.transfer + one.wait for one in calls) or 1.0
@@ -500,7 +495,11 @@ INDICATORS = (
         "Time of steps with DDP's broadcasts of buffers, minus that of steps without them, "
         "interleaved. The record: their transfers.",
         rule_for(CollectiveKind.BUFFER),
-        lambda e: transfer_of(e, CollectiveKind.BUFFER) if BROADCASTS.saving(e) else None,
+        lambda e: (
+            sum(one.transfer for one in calls_of(e, CollectiveKind.BUFFER))
+            if BROADCASTS.saving(e)
+            else None
+        ),
         experiment=BROADCASTS,
         overlaps={"exchange": lambda e: saved(BROADCASTS, e)},
     ),

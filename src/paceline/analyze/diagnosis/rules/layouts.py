@@ -11,7 +11,6 @@ from ...sharding.block_exchange import (
     FORWARD_GATHER,
     REDUCTION,
     TENSOR,
-    ShardedBlock,
 )
 from ...sharding.sharded_model import GATHERS, describe_blocks, exposed_s
 from ..descriptions import COMMUNICATION, CauseKind, Indicator
@@ -39,24 +38,20 @@ def sharded_exchange(e: Evidence, calls: Collective, figures: dict[str, Any]) ->
     of_blocks = sum(one.count for block in blocks for one in block.calls if one.kind in kinds)
     if of_blocks < MIN_CALLS * calls.count / e.steps:
         return None
+    most_exposed = sorted(blocks, key=lambda block: -block.exposed_s())[:MAX_LISTED_BLOCKS]
     found = {
         "forward_gathers_s": exposed_s(blocks, FORWARD_GATHER),
         "backward_gathers_s": exposed_s(blocks, BACKWARD_GATHER),
         "reductions_s": exposed_s(blocks, REDUCTION),
         "gathered_bytes": e.sharded.gathered_bytes,
         "free_bytes": e.sharded.free_bytes,
-        "blocks": [_listed(block) for block in _most_exposed(blocks)],
+        "blocks": [
+            {"name": block.name, "exposed_s": block.exposed_s()}
+            | {f"{one.kind.replace(' ', '_')}_late_s": one.late_s for one in block.calls}
+            for block in most_exposed
+        ],
     }
     return "sharded-exchange", describe_blocks(blocks), figures | found
-
-
-def _most_exposed(blocks: list[ShardedBlock]) -> list[ShardedBlock]:
-    return sorted(blocks, key=lambda block: -block.exposed_s())[:MAX_LISTED_BLOCKS]
-
-
-def _listed(block: ShardedBlock) -> dict[str, Any]:
-    late = {f"{one.kind.replace(' ', '_')}_late_s": one.late_s for one in block.calls}
-    return {"name": block.name, "exposed_s": block.exposed_s(), **late}
 
 
 def tensor_exchange(

@@ -86,11 +86,6 @@ def restricted_binding(e: Evidence) -> NamedCause | None:
     return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
 
 
-def waits_of_binding(e: Evidence) -> float:
-    """Return the share of time in which ranks wait for the few cores that they may use."""
-    return e.cpu_wait_share if restricted_binding(e) is not None else 0.0
-
-
 def late_without_cores(e: Evidence) -> NamedCause | None:
     """Return the cause if communication waits for ranks that are bound to too few cores."""
     waits = min(e.cpu_wait_share * e.report.size, 1.0)  # all others wait for a late rank
@@ -440,7 +435,7 @@ CORES = (
         "Time in which training threads wait for a core, if all ranks of a node are bound to fewer"
         " cores than they need. Only the record shows it.",
         restricted_binding,
-        waits_of_binding,
+        lambda e: e.cpu_wait_share if restricted_binding(e) is not None else 0.0,
     ),
     Indicator(
         "noise",

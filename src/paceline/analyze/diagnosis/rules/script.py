@@ -32,7 +32,9 @@ def script(e: Evidence) -> NamedCause | None:
     where = mostly_in(lines)
     evidence: dict[str, Any] = {"lines": lines, "doing": str(doing) if doing else None}
     calls = bool(lines) and SYNCHRONISING_CALLS.search(str(lines[0]["code"])) is not None
-    if calls and _waits(doing, bool(e.first_facts.get("gpu"))):
+    # a line that computes its value does not wait for it
+    waits = doing in (None, *_WAITING) or (doing == Doing.TORCH and bool(e.first_facts.get("gpu")))
+    if calls and waits:
         sentence = f"the script waits for a value or an output between its steps{where}"
         return "synchronisation", sentence, evidence
     loops = library_loops(e.line_profile) if e.line_profile is not None else set()
@@ -42,11 +44,6 @@ def script(e: Evidence) -> NamedCause | None:
         sentence = f"the library with the training loop does other work between its steps{where}"
         return "script", sentence, evidence
     return "script", f"the script does other work between its steps{where}", evidence
-
-
-def _waits(doing: Doing | None, has_gpu: bool) -> bool:
-    """Return whether a line that asks for a value or prints waits, and does not compute it."""
-    return doing is None or doing in _WAITING or (has_gpu and doing == Doing.TORCH)
 
 
 def off_core_share(e: Evidence) -> float:

@@ -111,7 +111,8 @@ def judge(stored: StoredCritical) -> CriticalBatch:
     sure = _leading([one.difference is not None and one.high <= tolerance for one in results])
     bad = [one.batch for one in results if one.difference is not None and one.low > tolerance]
     known = all(of is not None for of in within[: good + 1])
-    noise = noise_scale_of_steps(_noise_steps(stored))
+    rows = [row for run in stored.of(1) for row in run.noise]
+    noise = noise_scale_of_steps(np.array(rows, np.float64).reshape(-1, 4))
     low, high = results[sure - 1].batch, min(bad, default=None)
     return CriticalBatch(
         point,
@@ -165,11 +166,6 @@ def _interval(values: Sequence[float]) -> tuple[float, float, float]:
     error = statistics.stdev(values) / math.sqrt(len(values))
     half = student_quantile(CHANCE_TAIL, len(values) - 1) * error
     return mean, mean - half, mean + half
-
-
-def _noise_steps(stored: StoredCritical) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    rows = [row for run in stored.of(1) for row in run.noise]
-    return np.array(rows, np.float64).reshape(-1, 4)
 
 
 def _against(noise: NoiseScale | None, low: int, high: int | None) -> str | None:
