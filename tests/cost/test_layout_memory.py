@@ -1,6 +1,7 @@
 """Predicted memory of a rank in each layout, from the memory of one process's step."""
 
 import pytest
+from adam_memory import bytes_per_parameter
 
 from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import (
@@ -8,7 +9,6 @@ from paceline.cost.layout_memory import (
     MemoryByCategory,
     MemorySample,
     StepMemory,
-    bytes_per_parameter,
     choose_layout,
     predict_layout,
     predict_layouts,
@@ -38,12 +38,6 @@ def test_states_follow_the_rule():
         predict_layout(step(), Layout(zero=3), 1).memory.total
         == bytes_per_parameter(Layout(zero=3), 1) * N
     )
-
-
-def test_rule_of_each_layout():
-    assert [bytes_per_parameter(layout, 4) for layout in LAYOUTS] == [16, 10, 7, 4]
-    mixed = [bytes_per_parameter(layout, 4, master_copy=True) for layout in LAYOUTS]
-    assert mixed == [16, 7, 5.5, 4]
 
 
 def test_peak_names_phase_and_module():

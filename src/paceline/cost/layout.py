@@ -158,7 +158,9 @@ class Layout:
         axes, *options = re.split(r"\s+\+\s+", text.strip())
         values: dict[str, object] = {}
         try:
-            _check_separators(axes, *(one for one in options if not one.startswith("rule:")))
+            _check_separators(
+                axes, *(option for option in options if not option.startswith("rule:"))
+            )
             for name, value in (*_parse_axes(axes), *_parse_options(options)):
                 if name in values:
                     raise ValueError(f"{name} is given twice. HINT: leave one out")

@@ -108,21 +108,6 @@ class LayoutChoice:
     reason: str
 
 
-def bytes_per_parameter(layout: Layout, ranks: int, *, master_copy: bool = False) -> float:
-    """Return Adam's bytes a parameter on each rank, without activations and unsharded blocks.
-
-    Args:
-        master_copy: 16-bit parameters with a 32-bit copy (ZeRO, arXiv 1910.02054), and not 32-bit
-            parameters, with or without autocast.
-    """
-    _check(layout, ranks)
-    whole, sharded = {
-        True: ((16, 0), (4, 12), (2, 14), (0, 16)),
-        False: ((16, 0), (8, 8), (4, 12), (0, 16)),
-    }[master_copy][layout.zero]
-    return whole + sharded / ranks
-
-
 def predict_layout(
     step: StepMemory,
     layout: Layout,

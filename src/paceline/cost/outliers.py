@@ -282,7 +282,7 @@ def _single_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
     named, (value, peers) = worse.named, worse.texts
     part = "processors" if named.device == "cpu" else named.device
     whose = f"{named.what} of its {part}" if part else named.what
-    who = _describe_peers({one.hosts[0] for one in members} - set(named.hosts), members)
+    who = _describe_peers({member.hosts[0] for member in members} - set(named.hosts), members)
     sentence = f"{named.hosts[0]} is slow: {whose} is {value}, that of {who} {peers}"
     return worse.outlier("slow", named.hosts, named.what, sentence)
 
@@ -291,7 +291,7 @@ def _host_outlier(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outli
     """Report a host all of whose devices are slow."""
     first = ones[0]
     host, (value, peers) = first.named.hosts[0], first.texts
-    who = _describe_peers({one.hosts[0] for one in members} - {host}, members)
+    who = _describe_peers({member.hosts[0] for member in members} - {host}, members)
     sentence = (
         f"{host} is slow: {first.named.what} of all its {counted(len(ones), 'GPU')} is {value} at "
         f"worst, that of {who} {peers}"
@@ -476,7 +476,9 @@ def _limits(host: HostFacts, machine: Machine) -> list[_Item]:
         why = f"{batches}remove the files of ended jobs from it"
         found.append(_Item("free /dev/shm", size(free), size(SHM_FREE), why))
     lock = limits.memlock_bytes
-    card = next((one for one in host.networks if one.layer.lower() == "infiniband"), None)
+    card = next(
+        (network for network in host.networks if network.layer.lower() == "infiniband"), None
+    )
     if card is not None and lock is not None and lock < (host.memory_bytes or UNLIMITED):
         why = (
             f"{card.name} (InfiniBand) needs locked memory. HINT: set ulimit -l unlimited where "

@@ -138,7 +138,9 @@ def without_own_binding(e: Evidence, cause: Cause) -> Saving | None:
 
     It applies only if the script itself has narrowed the set of cores that its launcher assigned.
     """
-    narrowed = any(one.get("mask") != one.get("mask_at_start") for one in e.facts)
+    narrowed = any(
+        facts_of_rank.get("mask") != facts_of_rank.get("mask_at_start") for facts_of_rank in e.facts
+    )
     return saving_of_share(cause, Share(ALL, LADDER)) if narrowed else None
 
 

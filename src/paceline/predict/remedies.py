@@ -62,9 +62,9 @@ def _computing(e: Evidence, causes: Sequence[Cause]) -> list[Cause]:
     Time in which a rank computes nothing is left out: that in which it uses no core, and that of
     the causes that lie within the useful time.
     """
-    within = sum(one.share for one in causes if CAUSES[one.id].is_in_useful)
+    within = sum(cause.share for cause in causes if CAUSES[cause.id].is_in_useful)
     share = e.useful_share - off_core_share(e) - within
-    largest = max((one.share for one in causes), default=0.0)
+    largest = max((cause.share for cause in causes), default=0.0)
     if share < MIN_COMPUTING_SHARE or largest >= MAX_CAUSE_SHARE:
         return []
     return [Cause(COMPUTING, share, (share, share), "", {})]
@@ -133,5 +133,5 @@ def _line(knob: Knob, cause: Cause, script: str) -> tuple[int | None, str]:
         return None, ""
     lines = enumerate(script.splitlines(), 1)
     fits = [(at, line.strip()) for at, line in lines if re.search(knob.looks_for, line)]
-    fits = [one for one in fits if not one[1].startswith(("#", "import ", "from "))]
+    fits = [fit for fit in fits if not fit[1].startswith(("#", "import ", "from "))]
     return fits[0] if len(fits) == 1 or (fits and knob.hook) else (None, "")

@@ -97,7 +97,7 @@ def study_proposals(study: ScalingStudy, kind: str) -> dict[int, list[Proposal]]
     if analysis is None:
         return {}
     script = _source(Path(study.request.cwd) / study.request.script)
-    costs = {one.ranks: one for one in analysis.costs}
+    costs = {size.ranks: size for size in analysis.costs}
     found = {}
     for bend in analysis.bends:
         (point,) = (one for one in study.of_kind(kind) if one.ranks == bend.larger)

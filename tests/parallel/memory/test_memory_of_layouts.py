@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from adam_memory import bytes_per_parameter
 from torch import nn
 
 from paceline.cost.layout import Layout
-from paceline.cost.layout_memory import LAYOUTS, bytes_per_parameter
+from paceline.cost.layout_memory import LAYOUTS
 from paceline.parallel.fake_tensors import OneFakeMode
 from paceline.parallel.memory.choose import (
     choose_for_all_ranks,

@@ -95,9 +95,9 @@ def witnesses(e: Evidence) -> list[Witness]:
     Those of BARS come first. The others are part of the ideal step, as one rank alone has them too.
     """
     return [
-        Witness(one.name, one.saving(e), one.record(e))
-        for one in INDICATORS.values()
-        if one.is_present(e)
+        Witness(indicator.name, indicator.saving(e), indicator.record(e))
+        for indicator in INDICATORS.values()
+        if indicator.is_present(e)
     ]
 
 

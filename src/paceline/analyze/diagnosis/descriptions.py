@@ -65,7 +65,7 @@ class FirstRun:
     @property
     def used(self) -> Facts:
         """Resources that each rank used (record/ring/resource_usage.py)."""
-        return [one.get("used", {}).get(EVERYTHING, {}) for one in self.facts]
+        return [facts_of_rank.get("used", {}).get(EVERYTHING, {}) for facts_of_rank in self.facts]
 
 
 def _never_void(facts: Facts, used: Facts) -> str:
@@ -173,7 +173,7 @@ class Indicator:
 
 def largest_share(used: Facts, what: str) -> float:
     """Return the largest share of its time that a rank spends in something."""
-    known = [one for one in used if one.get("seconds")]
+    known = [usage for usage in used if usage.get("seconds")]
     return max(
         (one.get(what, {}).get("seconds", 0.0) / one["seconds"] for one in known), default=0.0
     )

@@ -89,7 +89,7 @@ class Evidence:
     def _losses(self) -> list[Loss]:
         if self.rare_losses is None:
             return self.report.losses
-        return [*(one for one in self.report.losses if not is_rare(one)), *self.rare_losses]
+        return [*(loss for loss in self.report.losses if not is_rare(loss)), *self.rare_losses]
 
     def loss_share(self, *kinds: str, doing: tuple[str, ...] = ()) -> float:
         """Return the sum of the shares of ``losses_of_kind``."""

@@ -27,7 +27,9 @@ from .table import INDICATORS
 
 MAX_SEPARATE_RUNS = 2  # of each round, in addition to those of one rank and of all ranks
 MIN_EXPECTED_SHARE = MIN_SHARE / 2  # of a step; a first run of few steps is uncertain
-EXPERIMENTS = [one.experiment for one in INDICATORS.values() if one.experiment is not None]
+EXPERIMENTS = [
+    indicator.experiment for indicator in INDICATORS.values() if indicator.experiment is not None
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Hypothesis:
                 why = next((one["why_not"] for one in each if one.get("why_not")), "")
                 return f"{name} has no effect: {why or 'the script never calls what it changes'}"
         facts = [record.meta.get("rung", {}) for record in run.records]
-        used = [one.get("used", {}).get(self.experiment.phase, {}) for one in facts]
+        used = [
+            facts_of_rank.get("used", {}).get(self.experiment.phase, {}) for facts_of_rank in facts
+        ]
         return self.experiment.why_void(facts, used)
 
 

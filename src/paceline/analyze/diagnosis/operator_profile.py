@@ -76,7 +76,7 @@ def profile_notes(files: list[OperatorFile], notes: list[str]) -> list[str]:
     """Return ``notes`` and what the profiles lack."""
     compiled = "the script uses torch.compile, whose operators were not profiled"
     failures = [f"the profile is incomplete: {file.failure}" for file in files if file.failure]
-    return [*notes, *[compiled] * any(one.compiled for one in files), *dict.fromkeys(failures)]
+    return [*notes, *[compiled] * any(file.compiled for file in files), *dict.fromkeys(failures)]
 
 
 def combine_profiles(files: list[OperatorFile], notes: list[str]) -> OperatorProfile | None:

@@ -85,7 +85,7 @@ def survey(run: Run, warm: int) -> Survey | None:
         validation_s=taken.validation_s,
         checkpoint_s=taken.checkpoint_s,
         events=events,
-        losses=[one for one in report.losses if is_rare(one)],
+        losses=[loss for loss in report.losses if is_rare(loss)],
     )
 
 
@@ -111,7 +111,7 @@ def pooled(results: list[RungResult]) -> Survey | None:
     count = len(results)
 
     def mean(name: str) -> list[float]:
-        each = zip(*(getattr(one, name) for one in results), strict=True)
+        each = zip(*(getattr(result, name) for result in results), strict=True)
         return [sum(of_rank) / count for of_rank in each]
 
     return Survey(0, 0.0, None, 0.0, mean("validation_s"), mean("checkpoint_s"))
@@ -119,7 +119,10 @@ def pooled(results: list[RungResult]) -> Survey | None:
 
 def book_rare(results: list[RungResult], seen: Survey) -> list[RungResult]:
     """Return results of all ranks with validation and checkpoints as often as in the survey."""
-    return [_booked(one, seen) if one.ranks == len(seen.validation_s) else one for one in results]
+    return [
+        _booked(result, seen) if result.ranks == len(seen.validation_s) else result
+        for result in results
+    ]
 
 
 def _booked(result: RungResult, seen: Survey) -> RungResult:

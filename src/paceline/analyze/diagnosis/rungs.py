@@ -357,5 +357,5 @@ def _measured(run: Run, steps: Sequence[int], phase: str) -> RungResult:
         ranks=len(seconds),
         cached=0,
         silent=0,
-        used=[one.get("used", {}).get(phase, {}) for one in facts],
+        used=[facts_of_rank.get("used", {}).get(phase, {}) for facts_of_rank in facts],
     )

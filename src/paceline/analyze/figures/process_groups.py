@@ -212,7 +212,7 @@ def groups_add_up(groups: list[Group], states: list[dict[str, float]]) -> bool:
         if abs(found - blocked) >= 1e-6 * max(len(states), 1):
             return False
         for group in groups:
-            parts = sum(getattr(one, kind) for one in group.collectives)
+            parts = sum(getattr(collective, kind) for collective in group.collectives)
             if abs(parts - getattr(group, kind)) >= 1e-6:
                 return False
     return True
@@ -306,6 +306,6 @@ def axes_add_up(axes: list[MeshAxis], states: list[dict[str, float]]) -> bool:
         "transfer": sum(rank["transfer"] for rank in states),
     }
     return not axes or all(
-        abs(sum(getattr(one, kind) for one in axes) - ns / len(states)) < 1e-6
+        abs(sum(getattr(axis, kind) for axis in axes) - ns / len(states)) < 1e-6
         for kind, ns in lost.items()
     )

@@ -247,7 +247,7 @@ def _make_stall(m: MeasuredWindow, i: int, row: int, wait: Any, usual: float) ->
     record, began = m.records[i], _job_start_ns(m)
     message = int(wait["op"]) in POINT_TO_POINT_OPS
     name = m.matched.groups[int(wait["group"])]
-    groups = ((one, one.meta.get("groups", {}).values()) for one in m.records)
+    groups = ((record, record.meta.get("groups", {}).values()) for record in m.records)
     hosts = {one.host for one, mine in groups if any(group["name"] == name for group in mine)}
     return Stall(
         collective=collective_name(int(wait["op"])),

@@ -241,7 +241,7 @@ def _with_device_wait(record: Record, now: RankState, records: Sequence[Record])
         return now
     for number, group in record.meta.get("groups", {}).items():
         name = str(group["name"])
-        reached = [_last_collective_number(one, name) for one in records]
+        reached = [_last_collective_number(record, name) for record in records]
         own = _last_collective_number(record, name) or 0
         awaited = min((last for last in reached if last is not None), default=own) + 1
         events = record.events

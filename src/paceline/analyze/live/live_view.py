@@ -229,7 +229,7 @@ def find_deadlocked_ranks(view: LiveView, stopped: Collection[int] = ()) -> list
     """
     absent_for_good = {now.rank for now in view.now if now.process == "ended"} | {*stopped}
     blocked: dict[tuple[str | None, int | None, str | None], BlockedCollective] = {
-        (one.group, one.number, one.collective): one for one in view.standing
+        (blocked.group, blocked.number, blocked.collective): blocked for blocked in view.standing
     }
     waiting = {
         now.rank: one
@@ -237,7 +237,7 @@ def find_deadlocked_ranks(view: LiveView, stopped: Collection[int] = ()) -> list
         if now.doing == "exchange"
         and (one := blocked.get((now.group, now.number, now.collective))) is not None
     }
-    counts = Counter((one.group, one.number) for one in view.standing)
+    counts = Counter((blocked.group, blocked.number) for blocked in view.standing)
     # Begin with all ranks that wait, and remove those whose collective may complete.
     stuck = set(waiting)
     while True:

@@ -92,7 +92,7 @@ def _replicas(difference: ReplicaDifference) -> Change:
 
 
 def _nonfinite(steps: Sequence[JobStep]) -> list[Change]:
-    has_norms = not all(math.isnan(one.norm) for one in steps)
+    has_norms = not all(math.isnan(step.norm) for step in steps)
     for one in steps:
         bad = [rank for rank, loss in one.losses.items() if not math.isfinite(loss)]
         if bad:

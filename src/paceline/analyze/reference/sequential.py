@@ -53,7 +53,7 @@ def measure_psi(residuals: list[Floats]) -> Floats:
     clipped = [np.clip(one, -MAX_Z, MAX_Z) for one in residuals if len(one)]
     length = 1
     while length <= MAX_SUM:
-        parts = [one[: len(one) // length * length].reshape(-1, length) for one in clipped]
+        parts = [series[: len(series) // length * length].reshape(-1, length) for series in clipped]
         sums = np.concatenate([part.sum(axis=1) for part in parts]) if parts else np.empty(0)
         if len(sums) < MIN_SUMS:
             break

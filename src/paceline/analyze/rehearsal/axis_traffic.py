@@ -59,7 +59,7 @@ def rank_traffic(of: RankFacts) -> dict[tuple[str, int, int], tuple[int, int]]:
 
 def axis_traffic(ranks: Sequence[RankFacts]) -> list[AxisTraffic]:
     """Return what each axis exchanges in the measured step."""
-    every = {one.rank: rank_traffic(one) for one in ranks}
+    every = {rank.rank: rank_traffic(rank) for rank in ranks}
     keys = dict.fromkeys(key for found in every.values() for key in found)
     result = []
     for axis, size, op in keys:
@@ -88,8 +88,8 @@ def _groups(rehearsal: Rehearsal) -> dict[str, list[Members]]:
     """Return the groups by axis: of the whole mesh; others of the ranks that ran."""
     axes = rehearsal.axes
     found = {axis: groups_along(axis, axes) for axis, extent in axes if extent > 1}
-    for one in rehearsal.ranks:
-        for group in one.groups:
+    for rank in rehearsal.ranks:
+        for group in rank.groups:
             if group.axis not in dict(axes) and len(group.members) > 1:
                 known = found.setdefault(group.axis, [])
                 known += [group.members] if group.members not in known else []

@@ -145,11 +145,11 @@ class Rehearsal:
 
     @property
     def axes(self) -> list[tuple[str, int]]:
-        return next((one.axes for one in self.ranks if one.axes), [])
+        return next((rank.axes for rank in self.ranks if rank.axes), [])
 
     @property
     def failed(self) -> RankFacts | None:
-        return next((one for one in self.ranks if one.failure is not None), None)
+        return next((rank for rank in self.ranks if rank.failure is not None), None)
 
 
 def place_of(rank: int, axes: Sequence[tuple[str, int]]) -> dict[str, int]:

@@ -18,7 +18,7 @@ def find_mismatches(ranks: Sequence[RankFacts]) -> list[str]:
 
     Ranks that have failed are left out.
     """
-    complete = [one for one in ranks if one.failure is None]
+    complete = [rank for rank in ranks if rank.failure is None]
     found = []
     for first, second in combinations(complete, 2):
         found += list(_pair(first, second))

@@ -245,8 +245,8 @@ class ExchangeFit:
         whole = sum(by_term.values())
         late = sum(value for name, value in by_term.items() if not name.startswith("bytes"))
         if whole <= 0:
-            calls = sum(one.calls for one in costs.exchanges)
-            mean = sum(one.bytes for one in costs.exchanges) / calls if calls else 0.0
+            calls = sum(load.calls for load in costs.exchanges)
+            mean = sum(load.bytes for load in costs.exchanges) / calls if calls else 0.0
             return float(mean < USUAL_HALF_BYTES)
         return late / whole
 
@@ -281,7 +281,7 @@ class CostModel:
         """
         found = self.parts(place)
         value = sum(seconds for seconds, _ in found.values())
-        noise = max(one.error / one.step_s for one in self.costs) * value
+        noise = max(size.error / size.step_s for size in self.costs) * value
         half = QUANTILE * math.sqrt(sum(error**2 for _, error in found.values()) + noise**2)
         return Band(value, max(value - half, _LEAST), value + half)
 
@@ -325,12 +325,12 @@ def fit_cost_model(costs: Sequence[SizeCosts]) -> CostModel:
     """Fit every part to the measured sizes, of both kinds of scaling together."""
     ordered = sorted(costs, key=lambda one: (one.ranks, one.batch))
     late = _lateness(ordered)
-    rows = [model_terms(place_of(one), one.cores, late) for one in ordered]
+    rows = [model_terms(place_of(size), size.cores, late) for size in ordered]
     fits = {}
     for name, candidates in CANDIDATES.items():
         columns = {term: [row[term] for row in rows] for term in rows[0]}
-        values = [one.parts[name] for one in ordered]
-        fits[name] = fit_terms(values, [one.errors[name] for one in ordered], columns, candidates)
+        values = [size.parts[name] for size in ordered]
+        fits[name] = fit_terms(values, [size.errors[name] for size in ordered], columns, candidates)
     return CostModel(ordered, fits, _fit_exchange(ordered))
 
 
@@ -421,23 +421,23 @@ _LEVELS = (_FLAT, _IN_USE, _OTHERS, _FLAT_NODE, _FLAT_NETWORK, _NODE, _NETWORK)
 
 def _fit_exchange(costs: Sequence[SizeCosts]) -> ExchangeFit | None:
     """Fit latency and time per byte of each level to the collectives' times."""
-    communicating = [one for one in costs if one.exchanges and one.parts[EXCHANGE] > 0]
+    communicating = [size for size in costs if size.exchanges and size.parts[EXCHANGE] > 0]
     if not communicating:
         return None
     rows: list[dict[str, float]] = []
     values: list[float] = []
     errors: list[float] = []
-    for one in communicating:
-        flying = sum(load.seconds - load.exposed for load in one.exchanges)
-        exposed = max(one.parts[EXCHANGE], LEAST_PART * one.step_s)
-        rows.append(exchange_terms(one, place_of(one), one.cores))
-        values.append(one.parts[EXCHANGE] + flying)
+    for size in communicating:
+        flying = sum(load.seconds - load.exposed for load in size.exchanges)
+        exposed = max(size.parts[EXCHANGE], LEAST_PART * size.step_s)
+        rows.append(exchange_terms(size, place_of(size), size.cores))
+        values.append(size.parts[EXCHANGE] + flying)
         # as parts of a step vary: with the square root of their duration
-        errors.append(one.errors[EXCHANGE] * math.sqrt((exposed + flying) / exposed))
-    several = [one.hosts > 1 for one in communicating]
-    if any(several) and not all(one.per_host == 1 for one in communicating):
+        errors.append(size.errors[EXCHANGE] * math.sqrt((exposed + flying) / exposed))
+    several = [size.hosts > 1 for size in communicating]
+    if any(several) and not all(size.per_host == 1 for size in communicating):
         pairs: list[tuple[str, ...]] = [(_FLAT_NODE, _FLAT_NETWORK), (_NODE, _NETWORK)]
-    elif any(one.cores and one.per_host > one.cores for one in communicating):
+    elif any(size.cores and size.per_host > size.cores for size in communicating):
         pairs = [(_FLAT,), (_FLAT, _IN_USE), (_FLAT, _OTHERS)]
     else:
         pairs = [(_FLAT,)]
@@ -468,11 +468,11 @@ def _usual_latency(rows: Sequence[Mapping[str, float]], values: Sequence[float])
 def _overlap(costs: Sequence[SizeCosts]) -> tuple[float, float]:
     """Return ``overlap`` and ``exposed`` of ExchangeFit, from the sizes that communicate."""
     overlap, exposed = 0.0, 1.0
-    for one in costs:
-        flying = sum(load.seconds - load.exposed for load in one.exchanges)
-        whole = one.parts[EXCHANGE] + flying
-        if one.parts[COMPUTE] > 0:
-            overlap = max(overlap, flying / one.parts[COMPUTE])
+    for size in costs:
+        flying = sum(load.seconds - load.exposed for load in size.exchanges)
+        whole = size.parts[EXCHANGE] + flying
+        if size.parts[COMPUTE] > 0:
+            overlap = max(overlap, flying / size.parts[COMPUTE])
         if whole > 0:
-            exposed = min(exposed, one.parts[EXCHANGE] / whole)
+            exposed = min(exposed, size.parts[EXCHANGE] / whole)
     return overlap, exposed

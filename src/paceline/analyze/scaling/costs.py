@@ -129,13 +129,13 @@ def _with_growing_groups(costs: Sequence[SizeCosts]) -> list[SizeCosts]:
             sizes.setdefault(part(load, one), set()).add(one.ranks)
     return [
         replace(
-            one,
+            size,
             exchanges=[
-                replace(load, grows=load.grows or len(sizes[part(load, one)]) > 1)
-                for load in one.exchanges
+                replace(load, grows=load.grows or len(sizes[part(load, size)]) > 1)
+                for load in size.exchanges
             ],
         )
-        for one in costs
+        for size in costs
     ]
 
 
@@ -153,7 +153,7 @@ def size_costs(point: SizePoint) -> SizeCosts | None:
         name: _error([one[name] for one, _ in each], within * _spread(step_s, parts[name]), step_s)
         for name in PARTS
     }
-    hosts = {one.host: len(parse_ranges(one.ranks)) for one in runs[0].placement}
+    hosts = {place.host: len(parse_ranges(place.ranks)) for place in runs[0].placement}
     placed = runs[0].placement[0] if runs[0].placement else None
     others = [x for run in runs if (x := run.machine.other_cores) is not None]
     count = max(point.hosts, len(hosts), 1)
@@ -270,9 +270,9 @@ def _cores(run: RunFigures) -> int | None:
         return None
     first = run.placement[0].host
     found: set[int] = set()
-    for one in run.placement:
-        if one.host == first and one.cores:
-            found.update(parse_ranges(one.cores))
+    for place in run.placement:
+        if place.host == first and place.cores:
+            found.update(parse_ranges(place.cores))
     return len(found) or None
 
 

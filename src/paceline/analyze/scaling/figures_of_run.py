@@ -212,8 +212,8 @@ def _waits(report: Report, steps: int, window_s: float) -> list[WaitCause]:
 
 def _placement(report: Report) -> list[HostPlacement]:
     return [
-        HostPlacement(one.host, one.ranks, one.cores, [], one.threads, one.device)
-        for one in report.places
+        HostPlacement(place.host, place.ranks, place.cores, [], place.threads, place.device)
+        for place in report.places
     ]
 
 
@@ -227,9 +227,9 @@ def _largest(records: Sequence[Record], kind: Memory) -> list[int]:
 def recorded_batch(run: Run) -> tuple[str, str]:
     """Return how the knob of the global batch was set in a run, and why it was not, or ""."""
     results = [record.meta.get("knobs", {}).get("global-batch", {}) for record in run.records]
-    how = next((one["how"] for one in results if one.get("how")), "loader")
-    was_set = bool(results) and all(one.get("set") for one in results)
-    why = next((one["why_not"] for one in results if one.get("why_not")), "")
+    how = next((result["how"] for result in results if result.get("how")), "loader")
+    was_set = bool(results) and all(result.get("set") for result in results)
+    why = next((result["why_not"] for result in results if result.get("why_not")), "")
     if was_set and not why:
         return how, ""
     return "", why or "the script makes no DataLoader that the training uses"

@@ -159,7 +159,7 @@ def predict_next(
     if len(costs) < 2:
         return []
     model, laws = fit_cost_model(costs_of_points(study.points)), fit_laws(costs, kind)
-    sizes = [one.ranks for one in costs]
+    sizes = [size.ranks for size in costs]
     # The batch that is set; the mean of the steps is smaller if the last one of an epoch is.
     largest = max(
         (one.setup for one in study.of_kind(kind) if one.figures), key=lambda one: one.ranks
@@ -188,14 +188,14 @@ def leave_one_out(
     if len(costs) < MIN_LEFT_OUT_SIZES:
         return []
     found = []
-    for one in costs:
-        others = [x for x in costs if x.ranks != one.ranks]
-        model = fit_cost_model([x for x in every if x.ranks != one.ranks])
-        place = Place(one.ranks, one.hosts, one.per_host, one.batch)
+    for size in costs:
+        others = [x for x in costs if x.ranks != size.ranks]
+        model = fit_cost_model([x for x in every if x.ranks != size.ranks])
+        place = Place(size.ranks, size.hosts, size.per_host, size.batch)
         predicted = {COST_MODEL: model.throughput(place).value}
-        predicted |= {law.law: law.throughput(one.ranks).value for law in fit_laws(others, kind)}
+        predicted |= {law.law: law.throughput(size.ranks).value for law in fit_laws(others, kind)}
         found += [
-            LeftOut(one.ranks, name, one.throughput, value) for name, value in predicted.items()
+            LeftOut(size.ranks, name, size.throughput, value) for name, value in predicted.items()
         ]
     return found
 
@@ -207,7 +207,7 @@ def find_knee(model: CostModel, costs: Sequence[SizeCosts], kind: str, efficienc
     """
     first = costs[0]
     per_rank = first.throughput / first.ranks
-    measured = {one.ranks: one for one in costs}
+    measured = {known.ranks: known for known in costs}
     limit = MAX_KNEE_FACTOR * costs[-1].ranks
     if kind == STRONG:
         limit = max(min(limit, int(first.batch * first.ranks)), costs[-1].ranks)

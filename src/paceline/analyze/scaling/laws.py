@@ -68,7 +68,7 @@ class LawFit:
     def throughput(self, ranks: int) -> Band:
         """Return X(P) with its band."""
         x1 = self.parameters[0].value
-        rest = [one.value for one in self.parameters[1:]]
+        rest = [parameter.value for parameter in self.parameters[1:]]
         if self.law == GUSTAFSON:
             value = x1 * (ranks - rest[0] * (ranks - 1))
             each = self.draws @ np.array([ranks, ranks - 1.0])
@@ -101,9 +101,9 @@ def _row(ranks: int) -> Floats:
 def _fit_inverse(costs: Sequence[SizeCosts], law: str) -> LawFit:
     """Fit P / X = (1 + s (P - 1) + k P (P - 1)) / X(1)."""
     terms = 3 if law == UNIVERSAL else 2
-    matrix = np.array([_row(one.ranks)[:terms] for one in costs])
-    y = np.array([one.ranks / one.throughput for one in costs])
-    sigma = y * np.array([one.error / one.step_s for one in costs])
+    matrix = np.array([_row(size.ranks)[:terms] for size in costs])
+    y = np.array([size.ranks / size.throughput for size in costs])
+    sigma = y * np.array([size.error / size.step_s for size in costs])
     value, draws = _non_negative(matrix, y, sigma)
     first = 1 / value[0]
     names = (("s", "contention: work that is not divided"), ("k", "coherency: ranks that wait"))
@@ -115,20 +115,20 @@ def _fit_inverse(costs: Sequence[SizeCosts], law: str) -> LawFit:
             for i, (name, meaning) in enumerate(names[: terms - 1])
         ),
     ]
-    return LawFit(law, parameters, [one.ranks for one in costs], draws)
+    return LawFit(law, parameters, [size.ranks for size in costs], draws)
 
 
 def _fit_gustafson(costs: Sequence[SizeCosts]) -> LawFit:
     """Fit X = X(1) P - X(1) s (P - 1)."""
-    matrix = np.array([[one.ranks, -(one.ranks - 1.0)] for one in costs])
-    y = np.array([one.throughput for one in costs])
-    sigma = y * np.array([one.error / one.step_s for one in costs])
+    matrix = np.array([[size.ranks, -(size.ranks - 1.0)] for size in costs])
+    y = np.array([size.throughput for size in costs])
+    sigma = y * np.array([size.error / size.step_s for size in costs])
     value, draws = _non_negative(matrix, y, sigma)
     parameters = [
         _parameter("X(1)", value[0], draws[:, 0], "samples/s", "throughput of one rank"),
         _parameter("s", value[1] / value[0], draws[:, 1] / draws[:, 0], "", "serial share"),
     ]
-    return LawFit(GUSTAFSON, parameters, [one.ranks for one in costs], draws * [1.0, -1.0])
+    return LawFit(GUSTAFSON, parameters, [size.ranks for size in costs], draws * [1.0, -1.0])
 
 
 def _parameter(name: str, value: float, draws: Floats, unit: str, meaning: str) -> Parameter:

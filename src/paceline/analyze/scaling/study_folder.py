@@ -118,7 +118,7 @@ def read_study(folder: Path) -> ScalingStudy:
     stored = read_stored(folder)
     runs, notes = read_runs(folder)
     predictions = read_predictions(folder)
-    points = [_point(one, runs, predictions) for one in stored.points]
+    points = [_point(point, runs, predictions) for point in stored.points]
     name = printable(str(folder))
     return ScalingStudy(
         str(folder),
@@ -159,11 +159,11 @@ def store_predictions(folder: Path, predictions: list[Prediction]) -> None:
     """
     known = read_predictions(folder)
     setups = (run.setup for run in read_runs(folder)[0])
-    measured = {(one.ranks, one.global_batch) for one in setups}
+    measured = {(setup.ranks, setup.global_batch) for setup in setups}
     new = [
-        replace(one, made=one.made or time.time())
-        for one in predictions
-        if (one.ranks, one.global_batch) not in measured
+        replace(prediction, made=prediction.made or time.time())
+        for prediction in predictions
+        if (prediction.ranks, prediction.global_batch) not in measured
     ]
     if new:
         rows = [asdict(one) for one in (*known, *new)]
@@ -196,11 +196,11 @@ def _point(planned: PlannedPoint, runs: list[StudyRun], predictions: list[Predic
     failure = planned.why_not or (failed[0].failure if failed and not good else "")
     begun = min((run.started for run in mine), default=float("inf"))
     held = [
-        one
-        for one in predictions
-        if (one.kind, one.ranks, one.global_batch)
+        prediction
+        for prediction in predictions
+        if (prediction.kind, prediction.ranks, prediction.global_batch)
         == (planned.kind, planned.setup.ranks, planned.setup.global_batch)
-        and one.made <= begun
+        and prediction.made <= begun
     ]
     return SizePoint(planned.kind, planned.setup, good, printable(failure), len(failed), held)
 

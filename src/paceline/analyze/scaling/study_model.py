@@ -382,7 +382,7 @@ class SizePoint:
     @property
     def layout(self) -> str:
         """The layout of its runs over all ranks; "" if they do not call world.distribute."""
-        recorded = (layout_over(one.layout, self.ranks) for one in self.figures)
+        recorded = (layout_over(figures.layout, self.ranks) for figures in self.figures)
         return self.setup.layout or next(recorded, "")
 
     @property

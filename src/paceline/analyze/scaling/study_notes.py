@@ -66,7 +66,7 @@ def _on_schedule(request: StudyRequest) -> list[str]:
 def _on_failures(folder: str, points: Sequence[SizePoint], ended: Sequence[StudyRun]) -> list[str]:
     """Return the failures at sizes that have figures of other runs."""
     notes = []
-    for setup, good in {one.setup: len(one.runs) for one in points if one.runs}.items():
+    for setup, good in {point.setup: len(point.runs) for point in points if point.runs}.items():
         failed = [run for run in ended if run.setup == setup and run.figures is None]
         if failed:
             words = printable(failed[0].failure.strip().partition("\n")[0]) or "no reason is known"

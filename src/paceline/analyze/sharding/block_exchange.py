@@ -74,7 +74,7 @@ class ShardedBlock:
 
     def exposed_s(self, *kinds: str) -> float:
         """Return the exposed time per step of these kinds; of all without an argument."""
-        return sum(one.exposed_s for one in self.calls if not kinds or one.kind in kinds)
+        return sum(call.exposed_s for call in self.calls if not kinds or call.kind in kinds)
 
 
 def measure_blocks(

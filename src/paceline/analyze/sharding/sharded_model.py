@@ -73,7 +73,7 @@ class ShardedModel:
     @staticmethod
     def gathers(block: ShardedBlock) -> list[BlockCalls]:
         """Return the gathers of a block, in forward and in backward."""
-        return [one for one in block.calls if one.kind in GATHERS]
+        return [call for call in block.calls if call.kind in GATHERS]
 
 
 def sharded_model(blocks: list[ShardedBlock], records: list[Record]) -> ShardedModel | None:

@@ -90,7 +90,7 @@ def memory(e: Evidence) -> NamedCause:
 def _mean_share(e: Evidence, rung: str, what: str) -> float:
     """Return the share of time in which ranks do something in a rung; mean of the ranks."""
     used = e.used(rung)
-    shares = [one.get(what, {}).get("seconds", 0.0) / one["seconds"] for one in used]
+    shares = [usage.get(what, {}).get("seconds", 0.0) / usage["seconds"] for usage in used]
     return sum(shares) / len(shares) if shares else 0.0
 
 
@@ -158,7 +158,7 @@ def used_map_share(e: Evidence) -> float:
     are latency-bound.
     """
     calls = [one for group in e.report.groups for one in group.collectives]
-    count, size = sum(one.count for one in calls), sum(one.bytes for one in calls)
+    count, size = sum(call.count for call in calls), sum(call.bytes for call in calls)
     if not _searches_in_vain(e.first_facts) or not count or size >= LATENCY_BOUND_BYTES * count:
         return 0.0
     return min(e.steps / count, 1.0)
@@ -187,7 +187,10 @@ def search(e: Evidence) -> NamedCause:
 
 def _expected_layout(first: FirstRun) -> float:
     """Return 1.0 if there are convolutions in the contiguous format: the share is not known yet."""
-    each = (one.get("convolutions") and not one.get("channels_last") for one in first.facts)
+    each = (
+        facts_of_rank.get("convolutions") and not facts_of_rank.get("channels_last")
+        for facts_of_rank in first.facts
+    )
     return float(any(each))
 
 
@@ -248,9 +251,9 @@ def _collected_unevenly(e: Evidence) -> float:
 
 
 def _why_not_paused(facts: Facts, used: Facts) -> str:
-    if any(one.get("gave_up") for one in used):
+    if any(usage.get("gave_up") for usage in used):
         return "the training waits for another Python thread, which cannot be paused"
-    if not any(one.get("paused") for one in used):
+    if not any(usage.get("paused") for usage in used):
         return "the other Python threads run no code of the script, and cannot be paused"
     return ""
 

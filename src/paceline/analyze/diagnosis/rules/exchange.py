@@ -74,7 +74,7 @@ def exchange(e: Evidence) -> NamedCause | None:
 
 def _costliest_collective(e: Evidence, group: Group) -> Collective | None:
     """Return the kind of collective with most time, without calls that are causes of their own."""
-    found = [_without_parts(e, one) for one in group.collectives]
+    found = [_without_parts(e, collective) for collective in group.collectives]
     return max(found, key=lambda one: one.wait + one.transfer, default=None)
 
 
@@ -92,7 +92,7 @@ def _without_parts(e: Evidence, calls: Collective) -> Collective:
 def _lines(e: Evidence) -> list[dict[str, object]]:
     """Return the lines of the collectives that are no causes of their own."""
     separate = separate_calls(e)
-    known = lines_of([one for one in e.exchanged if one not in separate])
+    known = lines_of([calls for calls in e.exchanged if calls not in separate])
     return known or [*e.lines.get("transfer", []), *e.lines.get("wait", [])][:5]
 
 
@@ -223,13 +223,13 @@ def parts(e: Evidence) -> dict[CollectiveKind, float]:
     explains, because nothing else would make the ranks wait.
     """
     occasional = e.occasional_waits
-    switched_off = [one for one in e.exchanged if not _is_never_off(one)]
-    waits = sum(one.wait for one in e.exchanged)
+    switched_off = [calls for calls in e.exchanged if not _is_never_off(calls)]
+    waits = sum(calls.wait for calls in e.exchanged)
     kept = min(occasional / waits, 1.0) if waits else 0.0
     times: dict[CollectiveKind, float] = defaultdict(float)
-    for one in switched_off:
-        is_barrier = one.site.kind == CollectiveKind.BARRIER
-        times[one.site.kind] += one.transfer + (kept * one.wait if is_barrier else 0.0)
+    for calls in switched_off:
+        is_barrier = calls.site.kind == CollectiveKind.BARRIER
+        times[calls.site.kind] += calls.transfer + (kept * calls.wait if is_barrier else 0.0)
     transfer = e.loss_share("transfer") - never_off(e)
     whole = max(transfer + occasional, sum(times.values()))
     return {
@@ -246,27 +246,27 @@ def _is_never_off(one: ExchangedCalls) -> bool:
 
 def never_off(e: Evidence) -> float:
     """Return the share of transfers of objects that no experiment can switch off."""
-    return sum(one.transfer for one in e.exchanged if _is_never_off(one))
+    return sum(calls.transfer for calls in e.exchanged if _is_never_off(calls))
 
 
 def separate_calls(e: Evidence) -> list[ExchangedCalls]:
     """Return the collectives that are causes of their own."""
     kinds = parts(e)
-    return [one for one in e.exchanged if one.site.kind in kinds or _is_never_off(one)]
+    return [calls for calls in e.exchanged if calls.site.kind in kinds or _is_never_off(calls)]
 
 
 def calls_of(e: Evidence, *kinds: CollectiveKind) -> list[ExchangedCalls]:
     """Return the collectives of these kinds, those with most time first."""
-    return [one for one in e.exchanged if one.site.kind in kinds]
+    return [calls for calls in e.exchanged if calls.site.kind in kinds]
 
 
 def lines_of(calls: list[ExchangedCalls]) -> list[dict[str, object]]:
     """Return the lines of these collectives, as the evidence of a cause has them."""
-    whole = sum(one.transfer + one.wait for one in calls) or 1.0
+    whole = sum(call.transfer + call.wait for call in calls) or 1.0
     return [
-        one.site.line.evidence((one.transfer + one.wait) / whole, one.site.what)
-        for one in calls
-        if one.site.line is not None
+        call.site.line.evidence((call.transfer + call.wait) / whole, call.site.what)
+        for call in calls
+        if call.site.line is not None
     ][:MAX_LINES]
 
 
@@ -334,7 +334,7 @@ def _bar(e: Evidence) -> Interval | None:
 def switched_off(e: Evidence, rung: str, bar: str) -> Interval | None:
     """Return the bar below a rung, or None if the rung could switch nothing off."""
     results = e.rungs.get(rung, [])
-    counts = [one.cached if rung == "cached" else one.silent for one in results]
+    counts = [result.cached if rung == "cached" else result.silent for result in results]
     return e.waterfall.of_step(bar) if not results or any(counts) else None
 
 
@@ -373,7 +373,7 @@ def _part(kind: CollectiveKind, title: str, definition: str) -> Indicator:
 
 
 def _why_not_off(facts: Facts, used: Facts) -> str:
-    if any(one.get("broadcasting") for one in used):
+    if any(usage.get("broadcasting") for usage in used):
         return ""
     return "the script broadcasts the buffers itself, and not DistributedDataParallel"
 

@@ -149,8 +149,8 @@ def _opens_or_reads(loader: dict[str, float]) -> bool:
 
 def _loader_start(e: Evidence, evidence: dict[str, Any]) -> NamedCause:
     used = e.used("everything")
-    starts = sum(one.get("starts", 0) for one in used)
-    each = sum(one.get("starting", 0.0) for one in used) / max(starts, 1)
+    starts = sum(usage.get("starts", 0) for usage in used)
+    each = sum(usage.get("starting", 0.0) for usage in used) / max(starts, 1)
     sentence = (
         f"the loader takes {1e3 * each:.3g} ms to start in each epoch (persistent_workers=True "
         "lets its workers continue)"

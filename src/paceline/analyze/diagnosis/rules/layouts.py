@@ -77,7 +77,7 @@ def tensor_exchange(
     if layers:
         each = 1e3 * layers[0].exposed_s()
         sentence += f"; most in {layers[0].name}, {each:.3g} ms of a step"
-    listed = [{"name": one.name, "exposed_s": one.exposed_s()} for one in layers]
+    listed = [{"name": layer.name, "exposed_s": layer.exposed_s()} for layer in layers]
     found = {"extent": group.size, "hosts": hosts, "layers": listed}
     return "tensor-exchange", sentence, figures | found
 

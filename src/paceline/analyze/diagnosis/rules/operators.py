@@ -60,7 +60,7 @@ class _Avoidable:
     remedy: str
 
     def find(self, profile: OperatorProfile) -> Finding:
-        chosen = [one for one in profile.operators if self.seconds(one)]
+        chosen = [op for op in profile.operators if self.seconds(op)]
         return _finding(self.id, profile, chosen, self.seconds, self.sentence, self.remedy)
 
 
@@ -115,7 +115,7 @@ def findings(profile: OperatorProfile) -> list[Finding]:
 
 def products(profile: OperatorProfile) -> list[ProfiledOperator]:
     """Return the operators with FLOPs that take longest."""
-    return [one for one in profile.operators if one.row.flops][:MAX_PRODUCTS]
+    return [op for op in profile.operators if op.row.flops][:MAX_PRODUCTS]
 
 
 def _by_line(
@@ -123,14 +123,14 @@ def _by_line(
 ) -> list[dict[str, Any]]:
     """Return the lines of operators with their shares, those with the largest share first."""
     lines: dict[tuple[str, int], dict[str, Any]] = {}
-    for one in chosen:
+    for op in chosen:
         line = lines.setdefault(
-            one.place,
-            {"file": one.file, "line": one.line, "code": one.code, "share": 0.0, "operators": []},
+            op.place,
+            {"file": op.file, "line": op.line, "code": op.code, "share": 0.0, "operators": []},
         )
-        line["share"] += profile.share(seconds(one))
-        if one.row.operator not in line["operators"]:
-            line["operators"].append(one.row.operator)
+        line["share"] += profile.share(seconds(op))
+        if op.row.operator not in line["operators"]:
+            line["operators"].append(op.row.operator)
     return sorted(lines.values(), key=lambda line: -line["share"])
 
 
@@ -147,19 +147,19 @@ def _finding(
     lines = _by_line(profile, chosen, seconds)
     share = factor * sum(line["share"] for line in lines)
     named = [line for line in lines if line["file"]]
-    modules = list(dict.fromkeys(one.row.module for one in chosen if one.row.module))
+    modules = list(dict.fromkeys(op.row.module for op in chosen if op.row.module))
     evidence = {"modules": modules[:MAX_LINES], "confirmed": False, **evidence}
     return Finding(name, share, sentence + mostly_in(named), remedy, lines[:MAX_LINES], evidence)
 
 
 def _copies(profile: OperatorProfile) -> Finding | None:
     chosen = [
-        one
-        for one in profile.operators
-        if one.row.copy in ("layout", "cast") and one.file and one.row.phase != "optimizer"
+        op
+        for op in profile.operators
+        if op.row.copy in ("layout", "cast") and op.file and op.row.phase != "optimizer"
     ]
-    casts = sum(one.row.seconds for one in chosen if one.row.copy == "cast")
-    total = sum(one.row.seconds for one in chosen)
+    casts = sum(op.row.seconds for op in chosen if op.row.copy == "cast")
+    total = sum(op.row.seconds for op in chosen)
     kind = "dtypes" if casts > total / 2 else "memory layouts"
     sentence = f"tensors are copied between {kind}"
     remedy = (
@@ -172,16 +172,14 @@ def _copies(profile: OperatorProfile) -> Finding | None:
 
 
 def _small_operators(profile: OperatorProfile) -> Finding | None:
-    chosen = [
-        one for one in profile.operators if one.file and one.row.small_calls >= MIN_SMALL_CALLS
-    ]
-    count = sum(one.row.small_calls for one in chosen)
+    chosen = [op for op in profile.operators if op.file and op.row.small_calls >= MIN_SMALL_CALLS]
+    count = sum(op.row.small_calls for op in chosen)
     sentence = (
         f"{count:,.0f} small operators per step take about as long as their dispatch "
         f"({1e6 * profile.dispatch_s:.2g} µs each)"
     )
-    in_optimizer = sum(one.row.small_s for one in chosen if one.row.phase == "optimizer")
-    most = in_optimizer > sum(one.row.small_s for one in chosen) / 2
+    in_optimizer = sum(op.row.small_s for op in chosen if op.row.phase == "optimizer")
+    most = in_optimizer > sum(op.row.small_s for op in chosen) / 2
     remedy = (
         "let the optimizer update all parameters at once (fused=True or foreach=True)"
         if most
@@ -195,15 +193,15 @@ def _small_operators(profile: OperatorProfile) -> Finding | None:
 
 
 def _padding(profile: OperatorProfile) -> Finding | None:
-    if any(one.row.operator == "_pack_padded_sequence" for one in profile.operators):
+    if any(op.row.operator == "_pack_padded_sequence" for op in profile.operators):
         return None  # recurrent layers then skip the padding
-    chosen = [one for one in profile.operators if one.row.padded_s]
-    whole = sum(one.row.seconds for one in chosen)
-    padded = sum(one.row.padded_s for one in chosen) / whole if whole else 0.0
+    chosen = [op for op in profile.operators if op.row.padded_s]
+    whole = sum(op.row.seconds for op in chosen)
+    padded = sum(op.row.padded_s for op in chosen) / whole if whole else 0.0
     sentence = f"{100 * padded:.0f} % of the model's input is padding"
     remedy = "pad each batch only to its longest sample, and put samples of similar length together"
     found = _finding("padding", profile, chosen, lambda one: one.row.padded_s, sentence, remedy)
-    origins = [one for one in profile.operators if one.row.pads and one.file]
+    origins = [op for op in profile.operators if op.row.pads and op.file]
     if not origins:
         return replace(found, sentence=sentence)
     first = {"file": origins[0].file, "line": origins[0].line, "code": origins[0].code}
@@ -216,21 +214,24 @@ def _float64(profile: OperatorProfile) -> Finding | None:
     sizes = profile.parameter_bytes
     if sizes.get("float64", 0) > MIN_FLOAT64_SHARE * sum(sizes.values()):
         return None
-    chosen = [one for one in profile.operators if one.row.float64_s]
-    origins = [one for one in chosen if one.row.widens and one.row.phase == "forward" and one.file]
+    chosen = [op for op in profile.operators if op.row.float64_s]
+    origins = [op for op in chosen if op.row.widens and op.row.phase == "forward" and op.file]
     first = f" (float64 begins in line {origins[0].line})" if origins else ""
     sentence = f"operators compute in float64, although the parameters do not{first}"
     remedy = "create these tensors as float32 (dtype=torch.float32), or convert them with .float()"
     # In float32 an operator moves half of the bytes.
     return _finding(
         *("precision", profile, chosen, lambda one: one.row.float64_s, sentence, remedy, 0.5),
-        origins=[{"file": one.file, "line": one.line, "code": one.code} for one in origins[:3]],
+        origins=[
+            {"file": origin.file, "line": origin.line, "code": origin.code}
+            for origin in origins[:3]
+        ],
     )
 
 
 def _slow_operators(profile: OperatorProfile) -> Finding | None:
     lost = {id(one): seconds for one, seconds in _lost_to_slow_kernels(profile)}
-    chosen = [one for one in profile.operators if id(one) in lost]
+    chosen = [op for op in profile.operators if id(op) in lost]
     if not chosen:
         return None
     worst = max(chosen, key=lambda one: lost[id(one)])
@@ -246,20 +247,20 @@ def _slow_operators(profile: OperatorProfile) -> Finding | None:
 
 def _lost_to_slow_kernels(profile: OperatorProfile) -> Iterator[tuple[ProfiledOperator, float]]:
     """Yield operators far below the limits of the device, and the seconds that they lose."""
-    rates = [one.of_roofline for one in profile.operators if one.of_roofline is not None]
+    rates = [op.of_roofline for op in profile.operators if op.of_roofline is not None]
     reference = min(max([MIN_REFERENCE, *rates]), 1.0)
-    for one in profile.operators:
-        row = one.row
+    for op in profile.operators:
+        row = op.row
         if not row.calls or row.seconds / row.calls < MIN_SLOW_CALL * profile.dispatch_s:
             continue
-        reached, least = one.of_roofline, SLOW_ROOFLINE_SHARE
+        reached, least = op.of_roofline, SLOW_ROOFLINE_SHARE
         if reached is None:
-            reached, least = _bandwidth_share(one, profile), SLOW_BANDWIDTH_SHARE
+            reached, least = _bandwidth_share(op, profile), SLOW_BANDWIDTH_SHARE
             if row.random or row.copy or not row.bytes:
                 continue
         lost = row.seconds * (1 - reached / reference)
         if reached < least * reference and profile.share(lost) >= MIN_SHARE:
-            yield one, lost
+            yield op, lost
 
 
 def _bandwidth_share(one: ProfiledOperator, profile: OperatorProfile) -> float:
@@ -294,11 +295,11 @@ def _large_intermediate(profile: OperatorProfile) -> Finding | None:
         if one.place in sizes:
             modules[one.row.module] = max(modules.get(one.row.module, 0), sizes[one.place])
     chosen = [
-        one
-        for one in profile.operators
-        if one.row.calls
-        and (size := sizes.get(one.place) or _read_again(one, modules))
-        and one.row.bytes / one.row.calls >= size / 2
+        op
+        for op in profile.operators
+        if op.row.calls
+        and (size := sizes.get(op.place) or _read_again(op, modules))
+        and op.row.bytes / op.row.calls >= size / 2
     ]
     largest = max(sizes.values(), default=0.0)
     sentence = f"intermediate tensors of up to {largest / 2**20:,.0f} MiB are written and read"

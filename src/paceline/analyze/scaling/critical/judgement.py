@@ -106,10 +106,16 @@ def judge(stored: StoredCritical) -> CriticalBatch:
             "HINT: paceline scale --continue DIR"
         )
     results = [_result(stored, point, base, multiple) for multiple in stored.request.multiples]
-    within = [one.is_within(tolerance) for one in results]
+    within = [result.is_within(tolerance) for result in results]
     good = _leading([of is True for of in within])
-    sure = _leading([one.difference is not None and one.high <= tolerance for one in results])
-    bad = [one.batch for one in results if one.difference is not None and one.low > tolerance]
+    sure = _leading(
+        [result.difference is not None and result.high <= tolerance for result in results]
+    )
+    bad = [
+        result.batch
+        for result in results
+        if result.difference is not None and result.low > tolerance
+    ]
     known = all(of is not None for of in within[: good + 1])
     rows = [row for run in stored.of(1) for row in run.noise]
     noise = noise_scale_of_steps(np.array(rows, np.float64).reshape(-1, 4))
