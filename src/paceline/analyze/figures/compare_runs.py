@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ...plurals import counted
-from ...significance import MIN_BLOCKS, difference_of_runs, error_of_mean
+from ...significance import MIN_BLOCKS, Difference, difference_of_runs, error_of_mean
 from ..records.state_timeline import STATES
 from .report import Report
 
@@ -51,21 +51,23 @@ def compare(before: Reports, after: Reports) -> list[FigureChange]:
     """
     result = []
     for figure in FIGURES:
-        groups = [
-            [_figure_value(figure, report) for report in reports] for reports in (before, after)
-        ]
-        known = [[value for value in values if value is not None] for values in groups]
-        if known != groups:
-            continue
-        errors = [
-            [_standard_error(figure, report) for report in reports] for reports in (before, after)
-        ]
-        between = [_between_runs(figure, statistics.fmean(values)) for values in known]
-        found = difference_of_runs(known, errors, between)
-        result.append(
-            FigureChange(figure, found.before, found.after, found.noise, found.real, found.limit())
-        )
+        found = _difference(figure, before, after)
+        if found is not None:
+            ends = (found.before, found.after)
+            result.append(FigureChange(figure, *ends, found.noise, found.real, found.limit()))
     return result
+
+
+def _difference(figure: str, before: Reports, after: Reports) -> Difference | None:
+    """Return the difference of a figure between two groups of runs; None if a run lacks it."""
+    both = (before, after)
+    groups = [[_figure_value(figure, report) for report in reports] for reports in both]
+    known = [[value for value in values if value is not None] for values in groups]
+    if known != groups:
+        return None
+    errors = [[_standard_error(figure, report) for report in reports] for reports in both]
+    between = [_between_runs(figure, statistics.fmean(values)) for values in known]
+    return difference_of_runs(known, errors, between)
 
 
 def _between_runs(figure: str, value: float) -> float:
@@ -257,16 +259,9 @@ def check_gate(before: Reports, after: Reports, tolerance: float) -> Gate:
                 f"{samples[1]:.4g} in {report.name}, and their step times are not comparable. "
                 "HINT: record both with the same batch size"
             )
-    values, errors = (
-        [[of("step_ms", report) for report in reports] for reports in (before, after)]
-        for of in (_figure_value, _standard_error)
-    )
-    known = [[value for value in group if value is not None] for group in values]
-    found = difference_of_runs(
-        known, errors, [BETWEEN_RUNS * statistics.fmean(one) for one in known]
-    )
-    limit = found.limit(GATE_TAIL)
-    if limit is None:
+    found = _difference("step_ms", before, after)
+    limit = found.limit(GATE_TAIL) if found is not None else None
+    if found is None or limit is None:
         raise ValueError(
             f"--gate: too few steps to know the noise of {first.name} and {after[0].name}. HINT: "
             f"record at least {MIN_BLOCKS + 1} steps, or give further runs with --baseline"

@@ -80,8 +80,8 @@ def load_run(folder: Path) -> Run:
     size = max(int(record.meta["size"]) for record in records)
     missing = sorted(set(range(size)) - {record.rank for record in records})
     label = _read_label(folder)
-    words = {name: command_words(label.get(name)) for name in ("command", "env")}
-    return Run(str(folder), records, missing, refused, **words)
+    command, env = (command_words(label.get(name)) for name in ("command", "env"))
+    return Run(str(folder), records, missing, refused, command=command, env=env)
 
 
 def load_record(path: Path) -> Record:
