@@ -202,14 +202,16 @@ def _storage(t: Terms, now: Rate) -> list[RateRemedy]:
         if t.kind == "store":  # packed as arrays, which need no decoding
             alone = t.alone * t.cpu_s / max(t.cpu_s - t.decode_s, 1e-9)
             packed = replace(packed, decode_s=0.0, alone=alone, chunk=1, bytes=t.decoded)
-        said = "paceline pack, and shuffle='blocks': large reads instead of a sample at a time"
-        found.append(RateRemedy("pack", _rate_with(packed, now, True), said))
+        sentence = "paceline pack, and shuffle='blocks': large reads instead of a sample at a time"
+        found.append(RateRemedy("pack", _rate_with(packed, now, True), sentence))
     elif not t.blocks:
-        said = "Loader(shuffle='blocks'): large reads instead of a sample at a time"
-        found.append(RateRemedy("blocks", _rate_with(replace(t, blocks=True), now, True), said))
+        sentence = "Loader(shuffle='blocks'): large reads instead of a sample at a time"
+        found.append(RateRemedy("blocks", _rate_with(replace(t, blocks=True), now, True), sentence))
     near = _rate_with(t, now, False)
-    said = "paceline stage to this host's memory or a fast disk; the first epoch is as the later"
-    return [*found, RateRemedy("stage", near, said)] if t.kind == "packed" else found
+    sentence = (
+        "paceline stage to this host's memory or a fast disk; the first epoch is as the later"
+    )
+    return [*found, RateRemedy("stage", near, sentence)] if t.kind == "packed" else found
 
 
 def _less_work(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
@@ -217,17 +219,17 @@ def _less_work(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
         return []
     if t.transform_s >= t.decode_s:
         without = _rate_with(_faster(t, t.transform_s), now, stored)
-        said = (
+        sentence = (
             "what of the transform is always the same, once: paceline pack --apply (all of it here)"
         )
-        return [RateRemedy("offline", without, said)]
+        return [RateRemedy("offline", without, sentence)]
     if t.decode_s > t.read_s and t.kind != "store":
         half = _rate_with(_faster(t, t.decode_s / 2), now, stored)
-        said = (
+        sentence = (
             "decoding is most of the work: paceline pack --resize to half of it (a side shorter "
             "by 1.4), or --decode where there is room"
         )
-        return [RateRemedy("smaller", half, said)]
+        return [RateRemedy("smaller", half, sentence)]
     return []
 
 

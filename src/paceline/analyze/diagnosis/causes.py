@@ -145,16 +145,16 @@ def _named_or_note(witness: Witness, e: Evidence, parts: FailedParts) -> Cause |
 
 def _have_same_line(*evidence: dict[str, Any]) -> bool:
     """Return whether the first lines of two causes are of one function."""
-    both = [one.get("lines") for one in evidence]
+    both = [figures.get("lines") for figures in evidence]
     functions = [(found[0].get("file"), found[0].get("function")) for found in both if found]
     return len(functions) == 2 and functions[0] == functions[1]
 
 
 def _of_lines(e: Evidence, found: dict[str, Cause], result: list[lines.LineCause]) -> list[Cause]:
     """Return ``result`` and the causes that the line profile shows and none of these explains."""
-    explained = [(one.id, one.sentence, one.evidence) for one in found.values()]
-    states = {name: CAUSES[name].states for name in (*found, *(one.named[0] for one in result))}
-    result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)], states)
+    explained = [(cause.id, cause.sentence, cause.evidence) for cause in found.values()]
+    states = {name: CAUSES[name].states for name in (*found, *(line.named[0] for line in result))}
+    result += lines.unexplained_lines(e, [*explained, *(line.named for line in result)], states)
     causes_of_lines = []
     for number, one in enumerate(result):
         name, sentence, evidence = one.named
@@ -173,8 +173,10 @@ def unconfirmed_causes(e: Evidence, parts: FailedParts | None = None) -> list[Ca
     """Return what was expected, but is no cause, as no experiment confirms it; largest first."""
     parts = parts or NoFailedParts()
     found = parts.compute("the causes", lambda: witnesses(e), [])
-    named = [_named_or_note(one, e, parts) for one in found if verdict(one) == NOT_CONFIRMED]
-    return sorted((one for one in named if one is not None), key=lambda cause: -cause.share)
+    named = [
+        _named_or_note(witness, e, parts) for witness in found if verdict(witness) == NOT_CONFIRMED
+    ]
+    return sorted((cause for cause in named if cause is not None), key=lambda cause: -cause.share)
 
 
 def _named(witness: Witness, e: Evidence) -> Cause | None:
@@ -231,15 +233,15 @@ def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
     places = {_place_of(lines[0]) for lines in of_lines if lines}
     return [
         Cause(
-            *(one.id, min(one.share, left), (0.0, min(one.share, left))),
-            f"{one.sentence} (at most this share; not confirmed by an experiment)",
-            {**one.evidence, "lines": one.lines, "remedy": one.remedy},
+            *(finding.id, min(finding.share, left), (0.0, min(finding.share, left))),
+            f"{finding.sentence} (at most this share; not confirmed by an experiment)",
+            {**finding.evidence, "lines": finding.lines, "remedy": finding.remedy},
             confirmed=NOT_TESTABLE,
             basis=RECORD,
             witness=OPERATORS,
         )
-        for one in found
-        if one.id not in ids and not (one.lines and _place_of(one.lines[0]) in places)
+        for finding in found
+        if finding.id not in ids and not (finding.lines and _place_of(finding.lines[0]) in places)
         if left >= MIN_SHARE
     ]
 
@@ -280,7 +282,7 @@ def uncertain_bars(w: Waterfall, named: Sequence[Cause] = ()) -> list[str]:
     Without those for which one of the causes ``named`` stands, by what the record shows.
     """
     least = MIN_SHARE / 2
-    known = {"exchange" if one.witness in EXCHANGE_PARTS else one.witness for one in named}
+    known = {"exchange" if cause.witness in EXCHANGE_PARTS else cause.witness for cause in named}
     doubtful = (bar for bar in w.bars if bar.id not in known)
     return [bar.id for bar in doubtful if bar.of_step.mean >= MIN_SHARE and bar.of_step.low < least]
 
@@ -316,12 +318,12 @@ def without_overlap(causes: list[Cause], e: Evidence) -> list[Cause]:
 
 def check_no_time_is_named_twice(found: list[Cause], e: Evidence) -> None:
     """Assert that shares add up to a step at most, and those of bars to what the bars lose."""
-    assert all(0 < one.share <= 1 + ROUNDING for one in found), found
-    assert sum(one.share for one in found) <= 1 + ROUNDING, found
+    assert all(0 < cause.share <= 1 + ROUNDING for cause in found), found
+    assert sum(cause.share for cause in found) <= 1 + ROUNDING, found
     lost = sum(max(bar.of_step.mean, 0.0) for bar in e.waterfall.bars)
-    of_bars = [one for one in found if one.basis == EXPERIMENT]
-    of_bars = [one for one in of_bars if one.witness in (*BARS, *EXCHANGE_PARTS)]
-    assert sum(one.share for one in of_bars) <= lost + ROUNDING, (found, lost)
+    of_bars = [cause for cause in found if cause.basis == EXPERIMENT]
+    of_bars = [cause for cause in of_bars if cause.witness in (*BARS, *EXCHANGE_PARTS)]
+    assert sum(cause.share for cause in of_bars) <= lost + ROUNDING, (found, lost)
 
 
 def ranked(causes: list[Cause]) -> list[Cause]:

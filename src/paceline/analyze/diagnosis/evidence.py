@@ -151,7 +151,7 @@ class Evidence:
         No thread of the rank was on a core, and the training thread did not ask for one. Mean of
         all rounds.
         """
-        used_by_round = [one.used[rank] for one in self.rungs.get(rung, [])]
+        used_by_round = [result.used[rank] for result in self.rungs.get(rung, [])]
         found = [
             1 - (used["process"] + used["delayed"]) / used["seconds"]
             for used in used_by_round
@@ -161,13 +161,15 @@ class Evidence:
 
     def samples_per_step(self, rung: str) -> float:
         """Return the samples per step of a rank; 0 if the rung was not run."""
-        found = [one.together * one.step_s / one.ranks for one in self.rungs.get(rung, [])]
+        found = [
+            result.together * result.step_s / result.ranks for result in self.rungs.get(rung, [])
+        ]
         return sum(found) / len(found) if found else 0.0
 
     @property
     def step_s(self) -> float:
         """Return the mean duration of a step with nothing switched off, in seconds."""
-        found = [one.step_s for one in self.rungs.get("everything", [])]
+        found = [result.step_s for result in self.rungs.get("everything", [])]
         return sum(found) / len(found) if found else 0.0
 
     def relative_step_time(self, rung: str) -> float:
@@ -226,12 +228,12 @@ class Evidence:
     def min_cpu_wait_share(self) -> float:
         """``cpu_wait_share`` of the rank with the smallest share."""
         rounds = self.rungs.get("everything", [])
-        each = zip(*(one.used for one in rounds), strict=False)
+        each = zip(*(result.used for result in rounds), strict=False)
         found = [
             [used["delayed"] / used["seconds"] for used in rank if used.get("seconds")]
             for rank in each
         ]
-        return min((sum(one) / len(one) for one in found if one), default=0.0)
+        return min((sum(shares) / len(shares) for shares in found if shares), default=0.0)
 
     @cached_property
     def other_threads_cpu_wait_share(self) -> float:

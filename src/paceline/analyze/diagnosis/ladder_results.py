@@ -53,8 +53,8 @@ class Hypothesis:
         """Return why the run did not test the hypothesis; empty if it did."""
         for name in self.experiment.settings:
             each = [record.meta.get("knobs", {}).get(name, {}) for record in run.records]
-            if not any(one.get("set") for one in each):
-                why = next((one["why_not"] for one in each if one.get("why_not")), "")
+            if not any(knob.get("set") for knob in each):
+                why = next((knob["why_not"] for knob in each if knob.get("why_not")), "")
                 return f"{name} has no effect: {why or 'the script never calls what it changes'}"
         facts = [record.meta.get("rung", {}) for record in run.records]
         used = [
@@ -66,13 +66,16 @@ class Hypothesis:
 def hypotheses(first: FirstRun) -> list[Hypothesis]:
     """Return the experiments that the first run suggests, the largest expected share first."""
     found = [
-        Hypothesis(one, one.expected(first)) for one in EXPERIMENTS if one.expected is not None
+        Hypothesis(experiment, experiment.expected(first))
+        for experiment in EXPERIMENTS
+        if experiment.expected is not None
     ]
     worth = sorted(
-        (one for one in found if one.expected >= MIN_EXPECTED_SHARE), key=lambda one: -one.expected
+        (tested for tested in found if tested.expected >= MIN_EXPECTED_SHARE),
+        key=lambda tested: -tested.expected,
     )
-    separate = [one for one in worth if one.experiment.is_separate][:MAX_SEPARATE_RUNS]
-    return [one for one in worth if not one.experiment.is_separate or one in separate]
+    separate = [tested for tested in worth if tested.experiment.is_separate][:MAX_SEPARATE_RUNS]
+    return [tested for tested in worth if not tested.experiment.is_separate or tested in separate]
 
 
 # How a ladder ended.
@@ -95,7 +98,7 @@ WORDS = {
     "cached": "all ranks, batches in memory",
     "everything": "all ranks, everything",
     "loader": "all ranks, loaders only",
-    **{rung: words for one in EXPERIMENTS for rung, words in one.rungs.items()},
+    **{rung: words for experiment in EXPERIMENTS for rung, words in experiment.rungs.items()},
 }
 
 
@@ -178,10 +181,10 @@ class Ladder:
         if seen is not None and is_partial and seen.steps < least:
             self.survey = None  # the experiments have seen more
         names = [name for name, (alone, _) in RUNGS.items() if not alone and name in self.rungs]
-        seen = self.survey or pooled([one for name in names for one in self.rungs[name]])
+        seen = self.survey or pooled([result for name in names for result in self.rungs[name]])
         # Steps of switched phases are without validation and checkpoints already.
-        experiments = [one.experiment for one in hypotheses]
-        tested = [one.rung for one in experiments if not one.is_switched]
+        experiments = [hypothesis.experiment for hypothesis in hypotheses]
+        tested = [experiment.rung for experiment in experiments if not experiment.is_switched]
         names += [name for name in tested if name in self.rungs]
         if seen is not None:
             self.rungs |= {name: book_rare(self.rungs[name], seen) for name in names}

@@ -180,9 +180,9 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
         validation_s=validation,
         checkpoint_s=checkpoint,
         ranks=len(steps_s),
-        cached=min(one.get("cached", 0) for one in rung_facts),
-        silent=min(one.get("silent", 0) for one in rung_facts),
-        used=[one.get("used", {}).get(phase, {}) for one in rung_facts],
+        cached=min(facts.get("cached", 0) for facts in rung_facts),
+        silent=min(facts.get("silent", 0) for facts in rung_facts),
+        used=[facts.get("used", {}).get(phase, {}) for facts in rung_facts],
     )
 
 
@@ -206,7 +206,9 @@ def _times_of_ranks(rungs: list[RungResult], number: int, *names: str) -> list[f
     others = [*rungs[:number], *rungs[number + 1 :]] or rungs
     count = len(rungs[0].training_s)
     parts = ("training_s", *names)
-    return [sum(getattr(one, part)[i] for one in others for part in parts) for i in range(count)]
+    return [
+        sum(getattr(result, part)[i] for result in others for part in parts) for i in range(count)
+    ]
 
 
 def waterfall(
@@ -234,7 +236,8 @@ def waterfall(
     if uneven is None or uneven.high >= 0:
         return found
     means = [
-        replace(one, training_s=[statistics.fmean(one.training_s)] * one.ranks) for one in silent
+        replace(result, training_s=[statistics.fmean(result.training_s)] * result.ranks)
+        for result in silent
     ]
     return _waterfall(alone, means, cached, everything, shown=("uneven",))
 

@@ -14,14 +14,14 @@ from .rules import (
 
 # By id, in the order of docs/reference/causes.md.
 CAUSES: dict[str, CauseKind] = {
-    one.id: one
+    cause.id: cause
     for module in (*(inputs, exchange, layouts, ranks, lines, script, compute, operators),)
-    for one in module.CAUSES
+    for cause in module.CAUSES
 }
 # By name, in the order of the tables of a diagnosis.
 INDICATORS: dict[str, Indicator] = {
-    one.name: one
-    for one in (
+    indicator.name: indicator
+    for indicator in (
         *ranks.BARS,
         *exchange.INDICATORS,
         *inputs.INDICATORS,

@@ -58,12 +58,12 @@ def sum_work(records: list[Record]) -> StepWork | None:
     return StepWork(
         step=found[0]["step"],
         ranks=[record.rank for record in counted],
-        flops=sum(one["flops"] for one in found),
-        bytes=sum(one["bytes"] for one in found),
+        flops=sum(work["flops"] for work in found),
+        bytes=sum(work["bytes"] for work in found),
         device=found[0]["device"],
         precision=found[0]["precision"],
-        operators=_operators([one["ops"] for one in found], found[0]["device"] == "cpu"),
-        uncounted=sorted({name for one in found for name in one["uncounted"]}),
+        operators=_operators([work["ops"] for work in found], found[0]["device"] == "cpu"),
+        uncounted=sorted({name for work in found for name in work["uncounted"]}),
     )
 
 

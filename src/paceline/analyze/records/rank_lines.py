@@ -122,18 +122,18 @@ def read_rank_lines(path: Path) -> RankLines:
     found: Any = read_json(path, LineProfile, MAX_PROFILE_BYTES)
     lines = [SampledLine(*without_line_breaks(frame)) for frame in found["frames"]]
     stacks = [
-        SampledStack(tuple(one["frames"]), one["activity"], without_line_breaks(one["what"]))
-        for one in found["stacks"]
+        SampledStack(tuple(stack["frames"]), stack["activity"], without_line_breaks(stack["what"]))
+        for stack in found["stacks"]
     ]
     rows = np.array(found["samples"], np.int64).reshape(-1, len(SAMPLE_FIELDS))
     of = dict(zip(SAMPLE_FIELDS, rows.T, strict=True))
     numbers = [number for stack in stacks for number in stack.lines]
     numbers += [number for number, _ in found["executions"]]
-    used = [one["stack"] for one in found["worker_times"]]
-    used += [one["stack"] for one in found.get("collective_sites", [])]
+    used = [times["stack"] for times in found["worker_times"]]
+    used += [site["stack"] for site in found.get("collective_sites", [])]
     sites = [
-        CollectiveSite(one["kind"], one["stack"], one["bytes"] / max(one["count"], 1))
-        for one in found.get("collective_sites", [])
+        CollectiveSite(site["kind"], site["stack"], site["bytes"] / max(site["count"], 1))
+        for site in found.get("collective_sites", [])
     ]
     collectives = np.array(found.get("collectives", []), np.int64).reshape(-1, 3)
     largest = int(of["at"].max(initial=0)) + found["start_ns"]
@@ -160,7 +160,7 @@ def read_rank_lines(path: Path) -> RankLines:
         executions=dict(found["executions"]),
         workers=found["workers"],
         worker_ns=found["worker_ns"],
-        worker_times=[(one["stack"], one["ns"]) for one in found["worker_times"]],
+        worker_times=[(times["stack"], times["ns"]) for times in found["worker_times"]],
         collective_sites=sites,
         collectives=collectives,
     )

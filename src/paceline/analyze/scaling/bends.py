@@ -235,40 +235,40 @@ def _sentence(cause: str, part: str, one: SizeCosts, two: SizeCosts, seconds: fl
     """Return one sentence on a loss that grew; times are per step at the larger size."""
     if seconds < 0:
         return f"{_NAMES[cause]} takes {_ms(-seconds)} less of a step"
-    more = f"{_ms(seconds)} more of a step"
     rank = _late_rank(cause, part, two)
-    who = f"rank {rank}" if rank is not None else "a rank"
-    calls = sum(x.calls for x in two.exchanges)
-    nbytes = sum(x.bytes for x in two.exchanges)
-    if cause == "fixed-cost":
-        return (
-            f"computing takes {more}: a rank has {two.batch:.4g} samples per step instead of "
-            f"{one.batch:.4g}, and a part of its work does not depend on their number"
-        )
-    if cause == "shared-machine" and part == STARVED:
-        return f"ranks wait {more} for a core: {counted(two.per_host, 'rank')} share a node"
-    if cause == "shared-machine":
-        return f"computing a sample takes {more}: {counted(two.per_host, 'rank')} share a node"
-    if cause == "slow-rank" and part == SCRIPT:
-        return f"ranks wait {more} for {who}, which does other work of the script"
-    texts = {
-        "slow-rank": f"ranks wait {more} for {who}, which computes longer than the others",
-        "jitter": f"ranks wait {more} for whichever computes longest in a step",
-        "input": f"waits for the next batch take {more}"
-        + (f", most of all on rank {rank}" if rank is not None else ""),
-        "script": f"other work of the script takes {more}: it is not divided among the ranks",
-        "too-many-threads": f"ranks wait {more} for a core: they have more threads than cores",
-        "noisy-machine": f"ranks wait {more} for a core, which other programs use",
-        "exchange-latency": f"the latency of collectives ({calls:.3g} per step) takes {more}",
-        "exchange-bandwidth": f"the transfer of {nbytes / 2**20:.3g} MiB per step takes {more}",
-    }
-    if cause in texts:
-        return texts[cause]
-    if cause.endswith("-on-one-rank"):
-        return f"ranks wait {more} for the {part} of {who}"
-    return f"the {part} takes {more}: it is not divided among the ranks"
+    text = _SENTENCES.get(f"{cause} ({part})") or _SENTENCES.get(cause, _NOT_DIVIDED)
+    return text.format(
+        more=f"{_ms(seconds)} more of a step",
+        part=part,
+        who=f"rank {rank}" if rank is not None else "a rank",
+        on=f", most of all on rank {rank}" if rank is not None else "",
+        before=one.batch,
+        after=two.batch,
+        sharing=counted(two.per_host, "rank"),
+        calls=sum(load.calls for load in two.exchanges),
+        mib=sum(load.bytes for load in two.exchanges) / 2**20,
+    )
 
 
+_NOT_DIVIDED = "the {part} takes {more}: it is not divided among the ranks"
+_ON_ONE_RANK = "ranks wait {more} for the {part} of {who}"
+_SENTENCES = {  # of a loss that grew, by its cause, and where it says more by part of the step
+    "fixed-cost": "computing takes {more}: a rank has {after:.4g} samples per step instead of "
+    "{before:.4g}, and a part of its work does not depend on their number",
+    "shared-machine": "computing a sample takes {more}: {sharing} share a node",
+    f"shared-machine ({STARVED})": "ranks wait {more} for a core: {sharing} share a node",
+    "slow-rank": "ranks wait {more} for {who}, which computes longer than the others",
+    f"slow-rank ({SCRIPT})": "ranks wait {more} for {who}, which does other work of the script",
+    "jitter": "ranks wait {more} for whichever computes longest in a step",
+    "input": "waits for the next batch take {more}{on}",
+    "script": "other work of the script takes {more}: it is not divided among the ranks",
+    "too-many-threads": "ranks wait {more} for a core: they have more threads than cores",
+    "noisy-machine": "ranks wait {more} for a core, which other programs use",
+    "exchange-latency": "the latency of collectives ({calls:.3g} per step) takes {more}",
+    "exchange-bandwidth": "the transfer of {mib:.3g} MiB per step takes {more}",
+    "validation-on-one-rank": _ON_ONE_RANK,
+    "checkpoint-on-one-rank": _ON_ONE_RANK,
+}
 _NAMES = {
     "fixed-cost": "the part of computing that does not depend on the batch",
     "shared-machine": "sharing of a node",

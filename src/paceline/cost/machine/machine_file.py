@@ -349,8 +349,8 @@ def as_json(machine: Machine) -> dict[str, Any]:
     Derived values are algbw and busbw for each size of the collectives.
     """
     result: dict[str, Any] = to_tree(machine, complete=True)
-    for collective, told in zip(machine.collectives, result["collectives"], strict=True):
-        for size, each in zip(collective.sizes, told["sizes"], strict=True):
+    for collective, data in zip(machine.collectives, result["collectives"], strict=True):
+        for size, each in zip(collective.sizes, data["sizes"], strict=True):
             each["algbw"] = to_tree(size.algbw, complete=True)
             each["busbw"] = to_tree(collective.busbw(size), complete=True)
     return result

@@ -100,7 +100,7 @@ def collecting_share(e: Evidence) -> float:
 
 
 def collector(e: Evidence) -> NamedCause:
-    each = [one.get("collecting", {}) for one in e.used("everything")]
+    each = [usage.get("collecting", {}) for usage in e.used("everything")]
     most: dict[str, Any] = max(each, key=lambda one: one.get("seconds", 0.0), default={})
     count = most.get("count", 0) / e.steps
     where = f", mostly in {place(most)}" if "file" in most else ""
@@ -131,7 +131,7 @@ def _other_threads_cores(e: Evidence) -> float:
 
 
 def interpreter(e: Evidence) -> NamedCause:
-    other_threads = [one.get("others", {}) for one in e.used("silent")]
+    other_threads = [usage.get("others", {}) for usage in e.used("silent")]
     busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
     where = f" ({place(busiest)})" if "file" in busiest else ""
     sentence = (
@@ -157,7 +157,7 @@ def used_map_share(e: Evidence) -> float:
     Ranks exchange the map once per step if DDP searches. It is relevant only if the collectives
     are latency-bound.
     """
-    calls = [one for group in e.report.groups for one in group.collectives]
+    calls = [collective for group in e.report.groups for collective in group.collectives]
     count, size = sum(call.count for call in calls), sum(call.bytes for call in calls)
     if not _searches_in_vain(e.first_facts) or not count or size >= LATENCY_BOUND_BYTES * count:
         return 0.0
@@ -225,9 +225,9 @@ def _faults_of(rung: str, without: str) -> Callable[[Evidence], float]:
 def _collected_between_phases(e: Evidence) -> float:
     """Return the share of work between the phases of a step in lines that collect garbage."""
     at = {
-        (one["collecting"]["file"].rpartition("/")[2], one["collecting"].get("line"))
-        for one in e.used("everything")
-        if "file" in one.get("collecting", {})
+        (usage["collecting"]["file"].rpartition("/")[2], usage["collecting"].get("line"))
+        for usage in e.used("everything")
+        if "file" in usage.get("collecting", {})
     }
     found = sum(
         loss.share * float(str(line.get("share", 0.0)))

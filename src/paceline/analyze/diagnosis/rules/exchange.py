@@ -52,21 +52,21 @@ def exchange(e: Evidence) -> NamedCause | None:
     calls = _costliest_collective(e, group)
     if calls is None:
         return None
-    if (said := late_without_cores(e)) is not None:
-        return said
+    if (named := late_without_cores(e)) is not None:
+        return named
     if e.loss_share("transfer") < e.occasional_waits and calls.name != "barrier":
         return alternating(e)
     if calls.name == "barrier":
         return _barriers(e, calls)
     if (
-        said := tensor_exchange(e, group, calls, _figures(e, calls), at_line(_lines(e)))
+        named := tensor_exchange(e, group, calls, _figures(e, calls), at_line(_lines(e)))
     ) is not None:
-        return said
-    if (said := sharded_exchange(e, calls, _figures(e, calls))) is not None:
-        return said
+        return named
+    if (named := sharded_exchange(e, calls, _figures(e, calls))) is not None:
+        return named
     g = e.gradients
-    if g is not None and (said := _accumulation(e, g, calls) or _buckets(e, g, calls)):
-        return said
+    if g is not None and (named := _accumulation(e, g, calls) or _buckets(e, g, calls)):
+        return named
     if calls.bytes / max(calls.count, 1) < LATENCY_BOUND_BYTES:
         return _latency(e, calls)
     return (_no_overlap(e, g, calls) if g is not None else None) or _bandwidth(e, calls)
@@ -79,13 +79,13 @@ def _costliest_collective(e: Evidence, group: Group) -> Collective | None:
 
 
 def _without_parts(e: Evidence, calls: Collective) -> Collective:
-    others = [one for one in separate_calls(e) if one.name == calls.name]
+    others = [other for other in separate_calls(e) if other.name == calls.name]
     return replace(
         calls,
-        count=max(calls.count - round(e.steps * sum(one.calls for one in others)), 0),
+        count=max(calls.count - round(e.steps * sum(other.calls for other in others)), 0),
         bytes=max(calls.bytes - round(e.steps * sum(o.calls * o.bytes for o in others)), 0),
-        wait=max(calls.wait - sum(one.wait for one in others), 0.0),
-        transfer=max(calls.transfer - sum(one.transfer for one in others), 0.0),
+        wait=max(calls.wait - sum(other.wait for other in others), 0.0),
+        transfer=max(calls.transfer - sum(other.transfer for other in others), 0.0),
     )
 
 
@@ -161,8 +161,8 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
     A few calls that take long while their threads wait for a core are not latency-bound: other
     threads compute on all cores. MIN_DELAYED is the limit for waiting for a core.
     """
-    if said := noisy(e, e.loss_share("transfer")):
-        return said
+    if named := noisy(e, e.loss_share("transfer")):
+        return named
     figures = _figures(e, calls)
     each = e.loss_share("transfer") * e.step_s / max(figures["calls_a_step"], 1)
     lacking = e.other_threads_cpu_wait_share >= MIN_DELAYED * e.loss_share("transfer")
@@ -296,8 +296,8 @@ def rule_for(kind: CollectiveKind) -> Rule:
         found = calls_of(e, kind)
         if not found:
             return None
-        count = sum(one.calls for one in found)
-        size = sum(one.calls * one.bytes for one in found) / max(count, 1e-9)
+        count = sum(calls.calls for calls in found)
+        size = sum(calls.calls * calls.bytes for calls in found) / max(count, 1e-9)
         lines = lines_of(found)
         figures: dict[str, Any] = {
             "kind": str(kind),
@@ -496,7 +496,7 @@ INDICATORS = (
         "interleaved. The record: their transfers.",
         rule_for(CollectiveKind.BUFFER),
         lambda e: (
-            sum(one.transfer for one in calls_of(e, CollectiveKind.BUFFER))
+            sum(calls.transfer for calls in calls_of(e, CollectiveKind.BUFFER))
             if BROADCASTS.saving(e)
             else None
         ),

@@ -58,8 +58,8 @@ def _inputs(e: Evidence) -> NamedCause:
     evidence |= {"file_share": reading} if reading is not None else {}
     reads = _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader))
     if reading is None or reading < MIN_FILE_SHARE:
-        if (said := _without_cores(e, each, who, evidence)) is not None:
-            return said
+        if (named := _without_cores(e, each, who, evidence)) is not None:
+            return named
         reads = reads and reading is None
     waits = _mostly_waits(activities)
     if reads and not waits:
@@ -111,8 +111,8 @@ def _without_cores(e: Evidence, each: str, who: str, evidence: dict[str, Any]) -
     evidence = evidence | {"threads_waiting": waiting}
     takes = f"the loader takes {each} ({who}), and on average {waiting:.1f} of its threads per rank"
     by_others = noisy(e) if e.cpu_wait_share >= MIN_SHARE else None
-    if (said := by_others or restricted_binding(e)) is not None:
-        name, why, more = said
+    if (named := by_others or restricted_binding(e)) is not None:
+        name, why, more = named
         return name, f"{takes} wait for a core: {why}", evidence | more
     threads, workers = e.loader.get("busy_threads", 0) / ranks, e.loader["workers"] / ranks
     if threads < MIN_THREADS_PER_WORKER * max(workers, 1):

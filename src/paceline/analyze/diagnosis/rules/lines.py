@@ -42,12 +42,12 @@ def lines_in_state(profile: LineProfile, *states: str) -> list[dict[str, object]
 
 def _lines_of(profile: LineProfile, entries: Collection[Entry]) -> list[dict[str, object]]:
     whole = profile.share(entries)
-    lines = [one for one in profile.lines(entries) if one.share > 0]
+    lines = [time for time in profile.lines(entries) if time.share > 0]
     functions: dict[tuple[str, str], float] = defaultdict(float)
-    for one in lines:
-        functions[_function(one.line)] += one.share
-    lines.sort(key=lambda one: (-functions[_function(one.line)], -one.share))
-    return [one.line.evidence(one.share / whole, one.what) for one in lines[:5]]
+    for time in lines:
+        functions[_function(time.line)] += time.share
+    lines.sort(key=lambda time: (-functions[_function(time.line)], -time.share))
+    return [time.line.evidence(time.share / whole, time.what) for time in lines[:5]]
 
 
 def _function(line: SampledLine) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def _function(line: SampledLine) -> tuple[str, str]:
 
 def waiting_lines(profile: LineProfile, state: str) -> list[dict[str, object]]:
     """Return five lines that wait on no core in a state, as ``lines_in_state``."""
-    waits = [one for one in profile.times if one.state == state and one.doing == Doing.WAIT]
+    waits = [entry for entry in profile.times if entry.state == state and entry.doing == Doing.WAIT]
     return _lines_of(profile, waits)
 
 
@@ -82,10 +82,10 @@ def loader_lines(e: Evidence) -> list[dict[str, object]]:
     profile = e.line_profile
     if profile is None:
         return []
-    workers = [one for one in profile.worker_lines() if one.doing != Doing.COLLECTIVE]
-    whole = sum(one.share for one in workers)
+    workers = [worker for worker in profile.worker_lines() if worker.doing != Doing.COLLECTIVE]
+    whole = sum(worker.share for worker in workers)
     if whole:
-        return [one.line.evidence(one.share / whole, one.what) for one in workers[:5]]
+        return [worker.line.evidence(worker.share / whole, worker.what) for worker in workers[:5]]
     return lines_in_state(profile, "input")
 
 
@@ -116,16 +116,16 @@ def work_of_one_rank(
     if profile is None or not whole:
         return []
     functions: dict[tuple[str, str], list[LineTime]] = defaultdict(list)
-    for one in profile.lines():
-        if one.line in waited and _is_of_one_rank(profile, one, rank, is_only_there):
-            functions[_function(one.line)].append(one)
+    for time in profile.lines():
+        if time.line in waited and _is_of_one_rank(profile, time, rank, is_only_there):
+            functions[_function(time.line)].append(time)
     most = max(
-        functions.values(), key=lambda lines: sum(waited[one.line] for one in lines), default=[]
+        functions.values(), key=lambda lines: sum(waited[time.line] for time in lines), default=[]
     )
-    if sum(waited[one.line] for one in most) < MIN_OF_WAITS * whole:
+    if sum(waited[time.line] for time in most) < MIN_OF_WAITS * whole:
         return []
-    most.sort(key=lambda one: -waited[one.line])
-    return [one.line.evidence(waited[one.line] / whole, one.what) for one in most[:5]]
+    most.sort(key=lambda time: -waited[time.line])
+    return [time.line.evidence(waited[time.line] / whole, time.what) for time in most[:5]]
 
 
 def _is_of_one_rank(profile: LineProfile, time: LineTime, rank: int, is_only_there: bool) -> bool:
@@ -152,7 +152,7 @@ def late_rank(e: Evidence) -> LineCause | None:
         return None
     found = {rank: work_of_one_rank(e, rank, is_only_there=True) for rank in profile.waited}
     waits = {
-        rank: sum(profile.waited[rank].values()) * sum(float(str(one["share"])) for one in lines)
+        rank: sum(profile.waited[rank].values()) * sum(float(str(line["share"])) for line in lines)
         for rank, lines in found.items()
     }
     rank = max(waits, key=lambda one: waits[one], default=None)
@@ -222,7 +222,7 @@ def _explains(profile: LineProfile, cause: NamedCause, entry: Entry) -> bool:
         return True
     if name == "slow-rank" and entry.rank == evidence.get("rank"):
         own = profile.own_line(entry)
-        functions = {(one["file"], one["function"]) for one in evidence.get("lines", [])}
+        functions = {(line["file"], line["function"]) for line in evidence.get("lines", [])}
         return own is not None and _function(own) in functions
     return False
 
@@ -286,8 +286,8 @@ def library_loops(profile: LineProfile) -> set[tuple[str, int]]:
 
     They call a library that has the training loop, and so do the lines that lead to them.
     """
-    found = (one for one in profile.lines() if one.inclusive_share >= ALL_STEPS)
-    return {(one.line.file, one.line.line) for one in found}
+    found = (time for time in profile.lines() if time.inclusive_share >= ALL_STEPS)
+    return {(time.line.file, time.line.line) for time in found}
 
 
 def _named(profile: LineProfile, line: SampledLine, entries: list[Entry]) -> LineCause:
@@ -296,15 +296,17 @@ def _named(profile: LineProfile, line: SampledLine, entries: list[Entry]) -> Lin
     doing: dict[Doing, float] = defaultdict(float)
     for entry in entries:
         doing[entry.doing] += profile.times[entry]
-    main = max(doing, key=lambda one: doing[one])
-    main_lines = [one for one in lines if one.share > 0 and one.main_activity == main]
+    main = max(doing, key=lambda kind: doing[kind])
+    main_lines = [time for time in lines if time.share > 0 and time.main_activity == main]
     what = main_lines[0].what if main_lines else ""
-    executions = max((one.executions or 0.0 for one in lines if one.share > 0), default=0.0)
-    shown = [one for one in lines if one.line == line] + [one for one in lines if one.line != line]
+    executions = max((time.executions or 0.0 for time in lines if time.share > 0), default=0.0)
+    shown = [time for time in lines if time.line == line] + [
+        time for time in lines if time.line != line
+    ]
     evidence: dict[str, Any] = {
         "lines": [
-            one.line.evidence((one.share or one.inclusive_share) / share, one.what)
-            for one in shown[:5]
+            time.line.evidence((time.share or time.inclusive_share) / share, time.what)
+            for time in shown[:5]
         ],
         "doing": str(main),
         "what": what,

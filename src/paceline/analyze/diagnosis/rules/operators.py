@@ -106,11 +106,14 @@ _AVOIDABLE = (
 def findings(profile: OperatorProfile) -> list[Finding]:
     """Return what takes at least ``MIN_SHARE`` of a step, largest first."""
     rules = (
-        *(_copies, _small_operators, *(one.find for one in _AVOIDABLE)),
+        *(_copies, _small_operators, *(avoidable.find for avoidable in _AVOIDABLE)),
         *(_float64, _slow_operators, _large_intermediate, _padding),
     )
     found = [finding for rule in rules if (finding := rule(profile)) is not None]
-    return sorted((one for one in found if one.share >= MIN_SHARE), key=lambda one: -one.share)
+    return sorted(
+        (finding for finding in found if finding.share >= MIN_SHARE),
+        key=lambda finding: -finding.share,
+    )
 
 
 def products(profile: OperatorProfile) -> list[ProfiledOperator]:
@@ -206,8 +209,8 @@ def _padding(profile: OperatorProfile) -> Finding | None:
         return replace(found, sentence=sentence)
     first = {"file": origins[0].file, "line": origins[0].line, "code": origins[0].code}
     lines = [{**first, "share": found.share, "operators": [origins[0].row.operator]}, *found.lines]
-    said = f"{sentence}, made in line {first['line']}: {first['code']}"
-    return replace(found, sentence=said, lines=lines[:MAX_LINES])
+    made = f"{sentence}, made in line {first['line']}: {first['code']}"
+    return replace(found, sentence=made, lines=lines[:MAX_LINES])
 
 
 def _float64(profile: OperatorProfile) -> Finding | None:
@@ -280,20 +283,18 @@ def _large_intermediate(profile: OperatorProfile) -> Finding | None:
     memory = profile.limits.memory_bytes
     memory = memory if profile.device != "cpu" else memory / profile.ranks
     sizes: dict[tuple[str, int], float] = {}
-    for one in profile.operators:
+    for op in profile.operators:
         # A convolution or linear layer of few channels makes a larger output by definition.
-        expands = one.row.growth >= MIN_GROWTH and (
-            not (one.row.flops or one.row.random) or one.row.operator in ("bmm", "baddbmm")
+        expands = op.row.growth >= MIN_GROWTH and (
+            not (op.row.flops or op.row.random) or op.row.operator in ("bmm", "baddbmm")
         )
-        size = one.row.output_bytes
-        if one.file and (
-            (expands and size >= MIN_LARGE_BYTES) or size >= MAX_MEMORY_SHARE * memory
-        ):
-            sizes[one.place] = max(sizes.get(one.place, 0), size)
+        size = op.row.output_bytes
+        if op.file and ((expands and size >= MIN_LARGE_BYTES) or size >= MAX_MEMORY_SHARE * memory):
+            sizes[op.place] = max(sizes.get(op.place, 0), size)
     modules: dict[str, float] = {}  # the largest of each module
-    for one in profile.operators:
-        if one.place in sizes:
-            modules[one.row.module] = max(modules.get(one.row.module, 0), sizes[one.place])
+    for op in profile.operators:
+        if op.place in sizes:
+            modules[op.row.module] = max(modules.get(op.row.module, 0), sizes[op.place])
     chosen = [
         op
         for op in profile.operators

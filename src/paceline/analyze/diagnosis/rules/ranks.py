@@ -31,10 +31,10 @@ def sharing(e: Evidence) -> NamedCause | None:
     """
     bar, fewer = e.waterfall.of_step("sharing"), e.step_time_saving("one thread", "silent")
     confirmed = fewer is not None and fewer.mean >= MIN_SHARE and fewer.sure
-    if said := restricted_binding(e):
-        return said
-    if not confirmed and (said := noisy(e, bar.mean if bar is not None else 0.0)):
-        return said
+    if named := restricted_binding(e):
+        return named
+    if not confirmed and (named := noisy(e, bar.mean if bar is not None else 0.0)):
+        return named
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     crowded = e.threads and e.cores and e.threads * e.per_host > e.cores
     if crowded and (fewer is None or fewer.mean >= MIN_SHARE):
@@ -56,8 +56,8 @@ def sharing(e: Evidence) -> NamedCause | None:
 
 def threads(e: Evidence) -> NamedCause | None:
     """Return the cause if steps are shorter with one thread per rank."""
-    if said := restricted_binding(e):
-        return said
+    if named := restricted_binding(e):
+        return named
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     return (
         "too-many-threads",
@@ -134,15 +134,15 @@ def uneven(e: Evidence) -> NamedCause | None:
         return None
     bar = e.waterfall.of_step("uneven")
     lost = bar.mean if bar is not None else e.compute_imbalance
-    if said := data(e, lost):
-        return said
+    if named := data(e, lost):
+        return named
     lines = work_of_one_rank(e, rank, is_only_there=True)
     if not lines and (
-        said := _slow_host(e, str(host))
+        named := _slow_host(e, str(host))
         or noisy(e, lost, e.report.size)
         or _synchronisation(e, loss.doing)
     ):
-        return said
+        return named
     when = e.describe_lateness(rank)
     if lines := lines or work_of_one_rank(e, rank):
         evidence = {"rank": rank, "host": host, "steps": loss.steps, "when": when, "lines": lines}
@@ -159,8 +159,8 @@ def _synchronisation(e: Evidence, doing: str | None) -> NamedCause | None:
     each = min((rank["other"] for rank in e.report.states), default=0.0)
     if doing != "other" or each < MIN_SHARE:
         return None
-    said = script(e)
-    return said if said is not None and said[0] == "synchronisation" else None
+    named = script(e)
+    return named if named is not None and named[0] == "synchronisation" else None
 
 
 def _slow_host(e: Evidence, host: str) -> NamedCause | None:
@@ -200,12 +200,14 @@ def data(e: Evidence, constant: float = 0.0, varying: float = 0.0) -> NamedCause
         [result.used[rank].get("elements") for result in e.rungs.get("everything", [])]
         for rank in range(len(e.facts))
     ]
-    known = [[one for one in rounds if one] for rounds in elements_by_rank]
+    known = [[batches for batches in rounds if batches] for rounds in elements_by_rank]
     if not known or not all(known):
         return None
-    means = [statistics.fmean(one["mean"] for one in rounds) for rounds in known]
-    spread = statistics.fmean(one["spread"] / one["mean"] for rounds in known for one in rounds)
-    correlation = statistics.fmean(one["correlation"] for rounds in known for one in rounds)
+    means = [statistics.fmean(batches["mean"] for batches in rounds) for rounds in known]
+    spread = statistics.fmean(
+        batches["spread"] / batches["mean"] for rounds in known for batches in rounds
+    )
+    correlation = statistics.fmean(batches["correlation"] for rounds in known for batches in rounds)
     apart = max(means) / min(means) - 1
     # Means of batches that all ranks draw alike differ by chance: by less than this.
     chance = range_by_chance(spread, e.steps, len(means))
@@ -217,7 +219,7 @@ def data(e: Evidence, constant: float = 0.0, varying: float = 0.0) -> NamedCause
         )
         return "uneven-data", sentence, {"elements": means, "rank": rank}
     if spread >= MIN_SHARE and correlation >= math.sqrt(MIN_R_SQUARED):
-        each = [one["slope"] * one["spread"] for rounds in known for one in rounds]
+        each = [batches["slope"] * batches["spread"] for rounds in known for batches in rounds]
         explained = statistics.fmean(each) / e.step_s if e.step_s else 0.0  # deviation of a step
         by_chance = range_by_chance(explained, e.steps, len(means))
         if by_chance < MIN_EXPLAINED * constant or explained < MIN_EXPLAINED * varying:
@@ -238,15 +240,15 @@ def _step_time_spread(e: Evidence) -> float:
     rounds = e.rungs.get("silent", [])
     if not rounds:
         return 0.0
-    times = np.array([one.training_s for one in rounds]).T
+    times = np.array([result.training_s for result in rounds]).T
     return max(rank_spread(times).longest_minus_shortest, 0.0) / float(times.mean())
 
 
 def alternating(e: Evidence) -> NamedCause:
     """Return the cause if different ranks are late in different steps."""
     waits = e.occasional_waits
-    if said := data(e, varying=waits) or noisy(e, waits, e.report.size):
-        return said
+    if named := data(e, varying=waits) or noisy(e, waits, e.report.size):
+        return named
     if (late := late_rank(e)) is not None and late.share >= MIN_EXPLAINED * waits:
         return late.named
     sentence = (

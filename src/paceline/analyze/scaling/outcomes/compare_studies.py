@@ -160,14 +160,14 @@ def _changed_state(before: SizePoint, after: SizePoint) -> tuple[str, float]:
 def _differences(before: ScalingStudy, after: ScalingStudy, changes: list[SizeChange]) -> list[str]:
     both = (before, after)
     texts = {
-        "Command": [" ".join([one.request.script, *one.request.args]) for one in both],
+        "Command": [" ".join([study.request.script, *study.request.args]) for study in both],
         "Options of the runs": [
-            " ".join([*one.request.where, *one.request.options]) or "none" for one in both
+            " ".join([*study.request.where, *study.request.options]) or "none" for study in both
         ],
         "Knobs": [
-            ", ".join(f"{name}={value}" for name, value in sorted(one.request.settings.items()))
+            ", ".join(f"{name}={value}" for name, value in sorted(study.request.settings.items()))
             or "none"
-            for one in both
+            for study in both
         ],
     }
     found = [f"{what}: {a} before, {b} after." for what, (a, b) in texts.items() if a != b]
@@ -175,10 +175,10 @@ def _differences(before: ScalingStudy, after: ScalingStudy, changes: list[SizeCh
     if hosts[0] != hosts[1] and all(hosts):
         nodes = [", ".join(names[:4]) + (" ..." if len(names) > 4 else "") for names in hosts]
         found.append(f"Nodes: {nodes[0]} before, {nodes[1]} after.")
-    for one in changes:
-        batches = one.before.setup.global_batch, one.after.setup.global_batch
+    for change in changes:
+        batches = change.before.setup.global_batch, change.after.setup.global_batch
         if batches[0] != batches[1]:
-            size = f"{counted(one.ranks, 'rank')} ({one.kind} scaling)"
+            size = f"{counted(change.ranks, 'rank')} ({change.kind} scaling)"
             found.append(f"Global batch on {size}: {batches[0]:,} before, {batches[1]:,} after.")
     return found
 
