@@ -39,25 +39,17 @@ def read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], str]:
         OSError: The file can't be opened.
     """
     lines: dict[int, dict[str, Any]] = {}
-    *complete_lines, last_line = read_regular(path, MAX_LINES_BYTES).split(b"\n")
-    invalid = max(len(complete_lines) - MAX_LINES, 0)
-    for text in complete_lines[:MAX_LINES]:
+    *complete, last = read_regular(path, MAX_LINES_BYTES).split(b"\n")
+    kept = complete[:MAX_LINES]
+    invalid = len(complete) - len(kept)
+    for number, text in enumerate((*kept, last)):
         try:
             line: Any = without_line_breaks(parse_json(text, ScriptLine, path))
             lines[line["number"]] = line
         except InvalidFileError:
-            invalid += 1
-    try:
-        line = without_line_breaks(parse_json(last_line, ScriptLine, path))
-        lines[line["number"]] = line
-    except InvalidFileError:
-        pass
-    return (
-        lines,
-        f"{path}: {invalid:,} of {counted(len(complete_lines), 'line')} can't be read"
-        if invalid
-        else "",
-    )
+            invalid += number < len(kept)
+    of_all = f"{invalid:,} of {counted(len(complete), 'line')}"
+    return lines, f"{path}: {of_all} can't be read" if invalid else ""
 
 
 def command_words(command: object) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import numpy as np
+
 from ...cluster.topology.local_resources import parse_ranges
 from ..figures.compare_runs import BETWEEN_RUNS
 from .derived import relative_error
@@ -319,13 +321,7 @@ def quantile_max(quantiles: Sequence[float], count: int) -> float:
     """Return E[max of ``count`` draws] less the mean of one, from evenly spaced quantiles."""
     if count < 2 or len(quantiles) < 2:
         return 0.0
-    points, last = 2000, len(quantiles) - 1
-
-    def value(at: float) -> float:
-        i = min(int(at * last), last - 1)
-        return quantiles[i] + (quantiles[i + 1] - quantiles[i]) * (at * last - i)
-
-    each = [(i + 0.5) / points for i in range(points)]
-    return statistics.fmean(value(u ** (1 / count)) for u in each) - statistics.fmean(
-        value(u) for u in each
-    )
+    uniform = (np.arange(2000) + 0.5) / 2000
+    at = np.linspace(0.0, 1.0, len(quantiles))
+    largest, each = (np.interp(u, at, quantiles) for u in (uniform ** (1 / count), uniform))
+    return float(largest.mean() - each.mean())

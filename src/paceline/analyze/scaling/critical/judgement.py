@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....significance import CHANCE_TAIL, student_quantile
+from ....significance import CHANCE_TAIL, half_width
 from ...figures.noise_scale import NoiseScale, noise_scale_of_steps
 from .critical_model import BranchPoint, BranchRun, StoredCritical
 
@@ -166,11 +166,7 @@ def _interval(values: Sequence[float]) -> tuple[float, float, float]:
         return math.inf, math.inf, math.inf
     if not values:
         return 0.0, -math.inf, math.inf
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return mean, -math.inf, math.inf
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    half = student_quantile(CHANCE_TAIL, len(values) - 1) * error
+    mean, half = statistics.fmean(values), half_width(values, CHANCE_TAIL)
     return mean, mean - half, mean + half
 
 
