@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.analyze.records.load_run import _read_command
+from paceline.analyze.records.load_run import _read_label
 from paceline.analyze.reference.reference_file import read_reference
 from paceline.checkpoint.formats.tensor_files import MAX_HEADER_BYTES, read_safetensors
 from paceline.checkpoint.manifest import (
@@ -68,7 +68,7 @@ def test_large_file_of_empty_lists_is_rejected_before_it_is_parsed(
 
 def test_command_of_a_run_json_of_empty_lists_is_not_read(tmp_path):
     (tmp_path / "run.json").write_bytes(lists(15 * MIB, b'{"command": [', b"0]}"))
-    assert peak_bytes(lambda: _read_command(tmp_path)) < 40 * MIB
+    assert peak_bytes(lambda: _read_label(tmp_path)) < 40 * MIB
 
 
 @pytest.mark.parametrize(

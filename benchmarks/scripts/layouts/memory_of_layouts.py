@@ -20,7 +20,6 @@ from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import (
     LAYOUTS,
     StepMemory,
-    bytes_per_parameter,
     predict_layout,
 )
 from paceline.parallel.memory.choose import trace_model
@@ -29,6 +28,8 @@ from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
 from paceline.world.layouts.distribution import tensor_bytes
 
 BATCH = 8
+# Adam's bytes a parameter by sharding level: whole on each rank, and divided (arXiv 1910.02054).
+ADAM_BYTES = ((16, 0), (8, 8), (4, 12), (0, 16))
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
 
 
@@ -129,11 +130,12 @@ def _row(world: paceline.World, build: Build, traced: StepMemory, layout: Layout
     before = held["parameters"] + held["buffers"] + held["optimizer_states"] + buckets + x.nbytes
     peaks = [0] * world.size
     dist.all_gather_object(peaks, before + measure_growth(steps))
+    whole, sharded = ADAM_BYTES[layout.zero]
     return {
         "model": build.__name__,
         "layout": str(layout),
         "parameters": count,
-        "rule_bytes": int(bytes_per_parameter(layout, world.size) * count),
+        "rule_bytes": int((whole + sharded / world.size) * count),
         "activation_bytes": activations,
         "block_bytes": 0 if not layout.zero else max(traced.blocks.values()),
         "predicted_bytes": predicted.memory.total,
