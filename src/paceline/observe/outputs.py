@@ -1,4 +1,4 @@
-"""Observe what a rank sends, writes, saves and restores: collectives, text, metrics, checkpoints."""
+"""Observe what a rank sends, writes, saves and restores: collectives, text, checkpoints."""
 
 import functools
 import inspect
