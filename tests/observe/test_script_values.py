@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.observe import user_lines
-from paceline.observe.samples.contents import describe_root
+from paceline.observe.samples.contents import describe_dataset
 from paceline.observe.samples.sampler_lines import stream_lines
 
 
@@ -29,9 +29,9 @@ def test_lists_of_samples_are_known_by_their_contents():
         generator = torch.Generator().manual_seed(seed)
         return [(torch.randint(9, (3,), generator=generator), {"label": n}) for n in range(6)]
 
-    one, same, other = (describe_root(made(seed))["root_checksum"] for seed in (0, 0, 1))
+    one, same, other = (describe_dataset(made(seed))["root_checksum"] for seed in (0, 0, 1))
     assert one == same != other
-    assert describe_root([object()] * 3)["root_checksum"] == 0
+    assert describe_dataset([object()] * 3)["root_checksum"] == 0
 
 
 STREAMS = """

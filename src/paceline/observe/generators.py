@@ -13,7 +13,7 @@ import torch
 from .user_lines import is_users_file, users_frames
 
 MAX_NESTED_DATASETS = 4
-Accessors = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]  # get and set, by name
+Accessors = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]  # get and set, by name
 
 
 def generator_states() -> dict[str, int]:
@@ -122,9 +122,9 @@ def _checksums(generators: Accessors) -> dict[str, int]:
 
 def _checksum(state: Any, before: int = 0) -> int:
     if isinstance(state, torch.Tensor):
-        return zlib.crc32(state.numpy(), before)
+        state = state.numpy()
     if isinstance(state, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(state), before)
+        return zlib.crc32(state.tobytes(), before)
     if isinstance(state, dict):
         for value in state.values():
             before = _checksum(value, before)

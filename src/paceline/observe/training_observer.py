@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 from ..record.experiments.protect_files import KEPT_FILES_HINT, FileProtection
 from ..record.experiments.survey_end import SurveyEnd
 from ..record.ring.launcher_messages import notify, send_to_launcher
-from .checkpoints import Files, Restores
 from .facts.steps import StepFacts
 from .observation import Observation
 from .optimization.models import Models, ShardedModels
 from .optimization.steps import Losses, Steps
-from .outputs import Collectives, LoggedMetrics, Outputs
+from .outputs import Collectives, Files, LoggedMetrics, Outputs, Restores
 from .random_draws import Draws, Seeds
 from .replays.replay import Replay
 from .replays.stored_run import StoredRun

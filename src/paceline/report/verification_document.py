@@ -253,7 +253,7 @@ def _rows(stream: Stream, length: int) -> list[list[int]]:
     for one in stream.passes:
         row = [NOBODY] * length
         for rank, made in one.ranks.items():
-            for at in [at for batch in stream.plan(made) or [] for at in batch]:
+            for at in stream.plan(made) or []:
                 if 0 <= at < length:
                     row[at] = rank if row[at] in (NOBODY, rank) else SEVERAL
         if any(value != NOBODY for value in row):

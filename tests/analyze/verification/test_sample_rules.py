@@ -9,7 +9,7 @@ from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.events import CollectiveFacts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from paceline.observe.samples.contents import describe_root
+from paceline.observe.samples.contents import describe_dataset
 from trainings import LOADER, LOOP, Training, shuffled, train, verified
 
 
@@ -195,7 +195,7 @@ def described(datasets, order, augmented=()):
     for facts, dataset in zip(runs.ranks, datasets, strict=True):
         loader = facts.loaders[0]
         loader.dataset, loader.dataset_checksum = type(dataset).__name__, 0
-        loader.root_checksum = describe_root(dataset)["root_checksum"]
+        loader.root_checksum = describe_dataset(dataset)["root_checksum"]
         for batch in facts.batches:
             labels = [at % 3 for at in batch.indices]
             images = [9000 * facts.rank + at for at in batch.indices]

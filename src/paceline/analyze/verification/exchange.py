@@ -6,7 +6,17 @@ from enum import StrEnum
 
 import numpy as np
 
-from .relations import COMPRESSED, Fit, Vectors, add, distance, fit, nonfinite, tolerance
+from .relations import (
+    COMPRESSED,
+    EQUAL_WITHIN,
+    Fit,
+    Vectors,
+    add,
+    distance,
+    fit,
+    nonfinite,
+    tolerance,
+)
 from .steps import JointStep, numel, parameters
 
 EQUAL_TO_MEAN = 0.01  # relative difference of a gradient that is the mean
@@ -49,6 +59,15 @@ class Exchange:
         """Whether the gradient is the mean of those of the ranks, for all parameters."""
         is_whole = self.kind is Kind.UNIFORM and not self.own and not self.others
         return is_whole and abs(self.multiple - 1) < EQUAL_TO_MEAN
+
+    def are_equal(self, limit: float = EQUAL_WITHIN) -> bool:
+        """Return whether the optimizers of all ranks use the same gradient.
+
+        limit: Largest relative difference.
+        """
+        used = [self.step.used(rank) for rank in range(self.step.size)]
+        names = self.step.names
+        return all(distance(used[0][name], x[name]) <= limit for x in used for name in names)
 
     @property
     def multiple(self) -> float:

@@ -129,14 +129,14 @@ class Stream:
         samples = (self.samples(batch, made.loader) or [] for batch in made.batches)
         return [*chain.from_iterable(samples)]
 
-    def plan(self, made: RankPass) -> list[Sample] | None:
+    def plan(self, made: RankPass) -> list[int] | None:
         """Return the samples of all batches of a pass in order, or None.
 
         Numbers are comparable between ranks if ``has_root`` or ``shares_dataset``.
         """
-        return None if made.planned is None else [*self._positions(made.planned, made.loader)]
+        return None if made.planned is None else self._positions(made.planned, made.loader)
 
-    def plans(self, one: JointPass) -> dict[int, list[Sample]]:
+    def plans(self, one: JointPass) -> dict[int, list[int]]:
         """Return the samples of a pass by rank; empty unless those of all ranks are known."""
         plans = {rank: self.plan(made) for rank, made in one.ranks.items()}
         found = {rank: plan for rank, plan in plans.items() if plan is not None}

@@ -321,13 +321,9 @@ class Steps:
         self._note_optimizer(optimizer)
         return int(self.optimizers[optimizer].key)
 
-    def count_of_key(self, key: int) -> int:
+    def count_of(self, key: int) -> int:
         """Return the number of steps so far of the optimizer with this key."""
         return self._counts.get(key, 0)
-
-    def count_of(self, optimizer: Optimizer) -> int:
-        """Return the number of steps of an optimizer so far."""
-        return self.count_of_key(self.optimizers[optimizer].key)
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters of an optimizer, each with "MODEL KEY/NAME".
@@ -365,7 +361,7 @@ class Steps:
         facts = self.optimizers[optimizer]
         facts.parameters = self._grouped_names(optimizer)
         return StepFacts(
-            index=self._counts.get(facts.key, 0),
+            index=self.count_of(facts.key),
             optimizer=facts.key,
             line=user_line(),
             learning_rates=_rates(optimizer),

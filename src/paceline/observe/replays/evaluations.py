@@ -16,7 +16,8 @@ from ...record.hooks.taps import LOADER_LENGTH, Function
 from ..facts.ranks import RankFacts
 from ..facts.samples import BatchFacts, LoaderFacts, Phase
 from ..facts_file import read_facts
-from ..samples.loaders import Loaders, dataset_of, length_of
+from ..samples.contents import length_of
+from ..samples.loaders import Loaders, dataset_of
 from .joined_batches import has_rows, join_batches, select_samples
 from .stored_run import batch_path, load_batch
 

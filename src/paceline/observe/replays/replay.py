@@ -26,6 +26,7 @@ from ..generators import restore_generators
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps, momentum_of
+from ..samples.contents import length_of
 from ..samples.loaders import Loaders, OpenPass
 from .evaluations import Evaluations, keep_all_results
 from .joined_batches import CANNOT_JOIN, collate_again, has_rows, join_batches, permute_batch
@@ -115,7 +116,7 @@ class Accumulation:
     def _is_complete(self, optimizer: int) -> bool:
         """Return whether the last backward was that of the last part of the optimizer's step."""
         part = self._part_of(self._observation.last_batches)
-        count = self._steps.count_of_key(optimizer)
+        count = self._steps.count_of(optimizer)
         stored = next((x for x in self._stored.steps if x.key == (optimizer, count)), None)
         if stored is None:
             return True  # the replay ends with this step
@@ -303,8 +304,8 @@ class Replay:
         self._end()
 
     def _set_rates(self, optimizer: Optimizer) -> None:
-        facts = self._steps.optimizers[optimizer]
-        stored = self._rates.get((facts.key, self._steps.count_of(optimizer)))
+        key = self._steps.key_of(optimizer)
+        stored = self._rates.get((key, self._steps.count_of(key)))
         if stored is None:
             self._end()
             return
@@ -432,7 +433,7 @@ class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
 
     def __init__(self, replay: Replay, loader: Any, batches: Iterator[Any]) -> None:
         self._replay, self._batches = replay, batches
-        self._dataset, self._num_yielded, self._length = loader.dataset, 0, len_of(loader)
+        self._dataset, self._num_yielded, self._length = loader.dataset, 0, length_of(loader) or 0
 
     def __next__(self) -> Any:
         return self._replay.loaders.fetch(self, _StoredBatches._read)
@@ -452,14 +453,6 @@ class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
 def place_of(batch: BatchFacts) -> Place:
     """Return loader, pass and number of a batch in its pass."""
     return batch.loader, batch.pass_number, batch.number
-
-
-def len_of(loader: Any) -> int:
-    """Return the length of a loader; 0 if it has none."""
-    try:
-        return len(loader)
-    except TypeError:
-        return 0
 
 
 def _set_rate(group: dict[str, Any], rate: float, momentum: float) -> None:

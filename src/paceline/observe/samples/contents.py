@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset
 
 from ...record.hooks.batch_size import fields_of
 
@@ -66,28 +67,40 @@ def row_checksums(tensor: torch.Tensor) -> list[int]:
     return [zlib.crc32(row) for row in data]
 
 
-def describe_root(dataset: Any) -> dict[str, Any]:
-    """Return what is known of the innermost dataset: the fields of ``LoaderFacts``.
+def length_of(dataset: Any) -> int | None:
+    """Return the length of a dataset or loader; None if it has none, or its method fails."""
+    try:
+        return len(dataset)
+    except Exception:  # of the script's own class
+        return None
+
+
+def describe_dataset(dataset: Any) -> dict[str, Any]:
+    """Return what is known of a dataset, and of the innermost one: fields of ``LoaderFacts``.
 
     Attributes with a value for each sample are read (tensors, arrays, tables, lists of paths), but
     no samples: reading these may draw random numbers.
     """
+    found = {"dataset": type(dataset).__name__, "dataset_length": length_of(dataset)}
     positions: list[int] | None = None
+    checksum, is_subset = 0, True  # of the indices of a Subset, also of nested ones
     for _ in range(MAX_SUBSETS):
         indices = getattr(dataset, "indices", None)
         if indices is None or not hasattr(dataset, "dataset"):
             break
-        listed = [int(one) for one in indices]
-        positions = listed if positions is None else [listed[one] for one in positions]
+        is_subset = is_subset and isinstance(dataset, Subset)
+        if is_subset:
+            checksum = zlib.crc32(",".join(map(str, indices)).encode(), checksum)
+        listed = [int(index) for index in indices]
+        positions = listed if positions is None else [listed[at] for at in positions]
         dataset = dataset.dataset
-    try:
-        length = len(dataset)
-    except Exception:  # no length, or a method that fails
-        length = None
-    checksum = _state_checksum(dataset, length) if length else 0
-    if positions is not None and len(positions) > MAX_POSITIONS:
-        positions = None
-    return {"subset": positions, "root_length": length, "root_checksum": checksum}
+    length = length_of(dataset)
+    return found | {
+        "dataset_checksum": checksum,
+        "subset": None if positions and len(positions) > MAX_POSITIONS else positions,
+        "root_length": length,
+        "root_checksum": _state_checksum(dataset, length) if length else 0,
+    }
 
 
 def _state_checksum(dataset: Any, length: int) -> int:
@@ -137,16 +150,3 @@ def _plain(value: Any) -> str | None:
         return None if None in parts else repr(parts)
     is_known = isinstance(value, str | bytes | int | float | PurePath | np.generic | None)
     return repr(value) if is_known else None
-
-
-def checksum_of_indices(dataset: Any, subset: type) -> int:
-    """Return a checksum of the indices of a ``Subset``, also of nested ones; 0 without any."""
-    checksum = 0
-    for _ in range(MAX_SUBSETS):
-        if not isinstance(dataset, subset):
-            break
-        indices: Any = dataset.indices  # type: ignore[attr-defined]
-        text = ",".join(map(str, indices))
-        checksum = zlib.crc32(text.encode(), checksum)
-        dataset = dataset.dataset  # type: ignore[attr-defined]
-    return checksum

@@ -31,10 +31,11 @@ def shuffle_line() -> str:
     The loops are those of the script's functions on this thread's stack.
     """
     for file, loop in _loops():
-        for call in ast.walk(loop):
-            is_call = isinstance(call, ast.Call)
-            if is_call and ast.unparse(call.func).rpartition(".")[2] in SHUFFLES:
-                return place(file, call.lineno)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                if name in SHUFFLES:
+                    return place(file, node.lineno)
     return ""
 
 

@@ -16,7 +16,7 @@ from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..generators import kept_generators
 from ..observation import Observation
 from ..user_lines import is_in_loop, is_read_ahead, user_line
-from .contents import checksum_of_indices, describe_root, sample_checksums
+from .contents import describe_dataset, length_of, sample_checksums
 from .sampler_lines import lines_of_sampler, stream_lines
 
 
@@ -58,13 +58,6 @@ def _index_number(index: Any) -> int:
 
 def known(indices: list[list[int] | None]) -> list[list[int]]:
     return [one for one in indices if one is not None]
-
-
-def length_of(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # no length, or a method that fails
-        return None
 
 
 @dataclass
@@ -185,10 +178,7 @@ class Loaders:
         return LoaderFacts(
             key=len(self._observation.facts.loaders),
             line=self._lines.get(loader, ""),
-            dataset=type(dataset).__name__,
-            dataset_length=length_of(dataset),
-            dataset_checksum=checksum_of_indices(dataset, Subset),
-            **describe_root(dataset),
+            **describe_dataset(dataset),
             is_iterable=is_stream,
             batch_size=loader.batch_size,
             sampler=type(sampler).__name__,

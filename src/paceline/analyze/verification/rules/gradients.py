@@ -237,19 +237,24 @@ def _loss_ratio(joined: JoinedRuns, one: Exchange) -> float | None:
     return one.multiple * known / expected
 
 
+def _weights(one: Exchange) -> list[float]:
+    """Return the loss weight of each rank; [] if that of one is not known."""
+    weights = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
+    known = [weight for weight in weights if weight is not None]
+    return known if len(known) == len(weights) else []
+
+
 def _weight(one: Exchange) -> float | None:
     """Return the mean of the ranks' loss weights."""
-    found = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
-    known = [value for value in found if value is not None]
-    return float(np.mean(known)) if len(known) == len(found) else None
+    weights = _weights(one)
+    return float(np.mean(weights)) if weights else None
 
 
 def _scale_by_hand(one: Exchange) -> float:
     """Return the number by which all ranks multiply their losses; 1 if other terms are added."""
-    found = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
-    known = [value for value in found if value is not None]
-    is_scale = len(known) == len(found) and max(known) - min(known) <= SAME_SCALE * abs(known[0])
-    return known[0] if is_scale else 1.0
+    weights = _weights(one)
+    is_scale = weights and max(weights) - min(weights) <= SAME_SCALE * abs(weights[0])
+    return weights[0] if is_scale else 1.0
 
 
 def _replayed_weight(joined: JoinedRuns, one: Exchange) -> float | None:
@@ -452,7 +457,7 @@ def clipped_before_exchange(joined: JoinedRuns) -> Iterator[Finding]:
         clips = _own_clips(step)
         if not clips and one.kind is Kind.OWN:
             clips = [facts.clips[0] for facts in step.steps if facts.clips]
-        if not clips or not _are_equal(one):
+        if not clips or not one.are_equal(EQUAL_GRADIENTS):
             continue
         clip, norms = clips[0], [one.norm for one in clips if one.norm is not None]
         known = ""
@@ -485,16 +490,6 @@ def _own_clips(step: JointStep) -> list[ClipFacts]:
         ):
             return list(clips)
     return []
-
-
-def _are_equal(one: Exchange) -> bool:
-    """Return whether the optimizer used the same gradient on all ranks."""
-    used = [one.step.used(rank) for rank in range(one.step.size)]
-    return all(
-        distance(used[0][name], other[name]) <= EQUAL_GRADIENTS
-        for other in used
-        for name in one.step.names
-    )
 
 
 def differs(joined: JoinedRuns) -> Iterator[Finding]:

@@ -393,7 +393,7 @@ def _averages_statistics(joined: JoinedRuns, names: Sequence[str]) -> bool:
 
 def not_exchanged(joined: JoinedRuns) -> Iterator[Finding]:
     """Find steps that use a rank's own gradient, for all parameters or for some."""
-    own = [one for one in joined.exchanges if one.kind is Kind.OWN and _differ(one)]
+    own = [one for one in joined.exchanges if one.kind is Kind.OWN and not one.are_equal()]
     if own and _averages_parameters(joined, own):
         joined.averages_parameters = True
         joined.notes.append(
@@ -407,16 +407,6 @@ def not_exchanged(joined: JoinedRuns) -> Iterator[Finding]:
         names = [name for name in one.own if not _is_expert(joined, one, name)]
         if names:
             yield _some_parameters(joined, one, names)
-
-
-def _differ(one: Exchange) -> bool:
-    """Return whether the ranks' optimizers use different gradients."""
-    used = [one.step.used(rank) for rank in range(one.step.size)]
-    return any(
-        distance(used[0][name], other[name]) > EQUAL_WITHIN
-        for other in used
-        for name in one.step.names
-    )
 
 
 def _averages_parameters(joined: JoinedRuns, own: list[Exchange]) -> bool:

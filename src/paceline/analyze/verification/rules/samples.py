@@ -197,7 +197,7 @@ def _padding(stream: Stream) -> int:
 
 
 def _repeated(
-    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[Sample]]]
+    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
 ) -> Iterator[Finding]:
     plan = plans[0]
     counts = Counter(at for one in plan.values() for at in one)
@@ -235,7 +235,7 @@ def _repeated(
 
 
 def _missing(
-    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[Sample]]]
+    joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
 ) -> Iterator[Finding]:
     loader = stream.first.loader
     length = loader.root_length if stream.has_root else loader.dataset_length
@@ -538,7 +538,7 @@ def coverage(joined: JoinedRuns) -> Iterator[Finding]:
             yield from _judged(joined, stream, *_evaluated_by_one(joined, stream))
 
 
-def _by_position(stream: Stream) -> dict[int, list[Sample]] | None:
+def _by_position(stream: Stream) -> dict[int, list[int]] | None:
     """Return the positions of the samples by rank; None if they are not known."""
     if not (stream.shares_dataset or stream.has_root or len(stream.loaders) == 1):
         return None

@@ -246,7 +246,7 @@ def _changes(facts: RankFacts, key: int, group: int) -> NDArray[np.float64]:
     if not len(rates):
         return rates
     unit = made[group] if group < len(made) and made[group] else rates[0] or 1.0
-    changes = (rates - rates[0]) / unit
+    changes: NDArray[np.float64] = (rates - rates[0]) / unit
     first = next((change for change in changes if change), 0.0)
     turns = np.diff(changes) * np.sign(first) < 0
     return changes[: int(turns.argmax()) + 1] if turns.any() else changes
