@@ -4,7 +4,8 @@ import pytest
 import ranks
 import torch
 
-from paceline.knobs import compute, process
+from paceline.knobs import model as compute
+from paceline.knobs import process
 from paceline.knobs.knob import KnobResult
 from paceline.knobs.settings import Setting, write_settings
 from paceline.record.ring.recorder import Recorder

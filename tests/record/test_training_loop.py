@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.analyze.records.read_record import parse_record
 from paceline.record.hooks import taps
-from paceline.record.hooks.torch_patches import recorded_backwards
+from paceline.record.hooks.torch_patches import recorded_unless_busy
 from paceline.record.hooks.training_loop import LoopRecorder
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import State
@@ -26,10 +26,10 @@ class Loop:
 
     def batches(self, loader, size=8):
         """Yield batches of a list as a DataLoader's iterator gives them."""
-        iterator = self.hooks.open(loader, iter)
+        iterator = self.hooks.open(iter, loader)
         while True:
             try:
-                yield self.hooks.fetch(iterator, next)
+                yield self.hooks.fetch(next, iterator)
             except StopIteration:
                 return
 
@@ -58,7 +58,7 @@ class Loop:
 def loop(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
     loop = Loop(tmp_path)
-    taps.BACKWARD.wrap(partial(recorded_backwards, loop.hooks))
+    taps.BACKWARD.wrap(partial(recorded_unless_busy, loop.hooks, loop.hooks.backward))
     return loop
 
 
@@ -213,7 +213,7 @@ def test_exceptions_of_the_script_pass_unchanged(loop, no_failures):
         raise OutOfMemoryError
 
     with pytest.raises(OutOfMemoryError):
-        loop.hooks.fetch(iter([]), fails)
+        loop.hooks.fetch(fails, iter([]))
     assert not no_failures
     assert not loop.hooks.busy
 

@@ -66,7 +66,7 @@ RIGHT = {
         "touch(folder)": "its own function",
         "root.mkdir(parents=True, exist_ok=True)": "what leads to the folder, not the folder",
     },
-    "knobs/compute.py": {"folder.mkdir(448)": "PyTorch's cache, which is checked afterwards"},
+    "knobs/model.py": {"folder.mkdir(448)": "PyTorch's cache, which is checked afterwards"},
     "launch/job.py": {"path.read_bytes()": "the script"},
     "launch/ranks/fork_server.py": {
         "open(os.memfd_create('paceline-rank'), 'wb+')": "a file without a name",

@@ -256,7 +256,6 @@ class RunOptions:
             ValueError: Options are invalid or contradict each other.
         """
         script = self.script
-        guard = self.guard.request(self.record)
         horovod = check_choice(self.horovod)
         knobs = knobs_of(self.settings, script.script, self.exchange) | layout_knob(self.layout)
         tuning = tuning_of(self.tune_exchange, self.tune_compression, script.script, knobs)
@@ -276,7 +275,6 @@ class RunOptions:
             settings=knobs,
             tuning=tuning,
             stage=sets_of(self.stage or [], pack, self.nodes),
-            guard=guard,
             horovod=horovod,
             env=shown_env_options(self.nodes.env or []),
         )
@@ -329,13 +327,13 @@ def run(options: RunOptions) -> None:
     with exit_on_mistake():
         ranks, preview = options.ranks, options.preview
         reference = options.guard.reference_file(ranks, options.record)
-        job = options.job()
+        guard, job = options.guard.request(options.record), options.job()
     if reference is not None:
-        guard, words = options.guard, options.words_of_reference()
-        run_reference(reference, job.words, guard.metric, guard.seeds, words)
+        asked, words = options.guard, options.words_of_reference()
+        run_reference(reference, job.words, asked.metric, asked.seeds, words)
     nodes = replace(options.nodes, discovery=options.host_discovery_script)
     try:
-        code = start(job, LaunchOptions(ranks, nodes, preview, explain_default=True))
+        code = start(job, LaunchOptions(ranks, nodes, preview, guard=guard, explain_default=True))
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
         code = 2

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from .topology.local_resources import allowed_threads, memory_limits, parse_ranges
+from ..record.ring.memory_sampler import memory_limits
+from .topology.local_resources import allowed_threads, parse_ranges
 from .topology.topology import read_sysfs_int
 from .topology.visible_gpus import UNKNOWN, visible_devices
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from ..knobs.ddp import hooked
 from ..knobs.knob import KnobResult
+from ..knobs.model import hooked
 from .shared.async_collectives import CompletedWork
 
 # First steps without compression by PowerSGD, whose residuals belong to buckets: DDP rebuilds its

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 
 from ..cost.layout import SCHEDULES
-from . import compute, ddp, layouts, learning_rate, loading, process
+from . import layouts, learning_rate, loading, model, process
 from .edits import EDITS
 from .knob import (
     ALL,
@@ -111,7 +111,7 @@ KNOBS: dict[str, Knob] = {
         ("bucket-size",),
         "DistributedDataParallel(bucket_cap_mb={value}); paceline run --tune-exchange finds the "
         "best value for a script",
-        partial(ddp.construct, "bucket_cap_mb"),
+        partial(model.construct, "bucket_cap_mb"),
         Range(0.1, 4096, whole=False),
         r"\b(DistributedDataParallel|DDP)\(",
         saves=Tried(25.0),
@@ -179,7 +179,7 @@ KNOBS: dict[str, Knob] = {
         "gradients are views of DDP's buckets, without copies",
         ("exchange-bandwidth", "bucket-size"),
         "DistributedDataParallel(gradient_as_bucket_view=True)",
-        partial(ddp.construct, "gradient_as_bucket_view"),
+        partial(model.construct, "gradient_as_bucket_view"),
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         saves=Tried(),
@@ -188,7 +188,7 @@ KNOBS: dict[str, Knob] = {
         "DDP does not search for unused parameters",
         ("unused-parameter-search",),
         "DistributedDataParallel(find_unused_parameters=False)",
-        ddp.no_search,
+        model.no_search,
         ON,
         r"find_unused_parameters",
         "an error as soon as a parameter is unused",
@@ -198,7 +198,7 @@ KNOBS: dict[str, Knob] = {
         "DDP does not broadcast the model's buffers before each forward",
         ("buffer-broadcast",),
         "set broadcast_buffers = False on the model that DistributedDataParallel() returns",
-        ddp.no_buffers,
+        model.no_buffers,
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "running statistics of BatchNorm differ between ranks: each rank evaluates with those of "
@@ -210,7 +210,7 @@ KNOBS: dict[str, Knob] = {
         "only the last backward of an optimizer step synchronizes gradients",
         ("accumulation-exchange",),
         "with model.no_sync(): around all backwards of an optimizer step except the last",
-        ddp.synchronize_last,
+        model.synchronize_last,
         ON,
         r"\.backward\(",
     ),
@@ -218,7 +218,7 @@ KNOBS: dict[str, Knob] = {
         "DDP sends gradients as bfloat16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
-        partial(ddp.compress, "bf16"),
+        partial(model.compress, "bf16"),
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "precision: gradients are rounded to 8 significant bits",
@@ -230,7 +230,7 @@ KNOBS: dict[str, Knob] = {
         "DDP sends gradients as float16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
-        partial(ddp.compress, "fp16"),
+        partial(model.compress, "fp16"),
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
         "precision: gradients are rounded to 11 significant bits, and those above 65,504 overflow",
@@ -367,7 +367,7 @@ KNOBS: dict[str, Knob] = {
         "convolutions get weights and images in the channels-last memory format",
         ("layout",),
         "model.to(memory_format=torch.channels_last), and the same for the images",
-        compute.channels_last,
+        model.channels_last,
         ON,
         saves=Share(ALL, LADDER),
     ),
@@ -375,7 +375,7 @@ KNOBS: dict[str, Knob] = {
         "forward and backward compute in bfloat16 where that is safe (autocast)",
         (COMPUTING,),
         "with torch.autocast(device, torch.bfloat16): around the forward",
-        compute.autocast,
+        model.autocast,
         ON,
         r"\bmodel\(",
         "precision: matrices are rounded to 8 significant bits",
@@ -386,7 +386,7 @@ KNOBS: dict[str, Knob] = {
         "products of float32 matrices use fewer bits (TF32 on GPUs)",
         (COMPUTING,),
         'torch.set_float32_matmul_precision("{value}")',
-        compute.products,
+        model.products,
         Choice(("high", "medium")),
         r"set_float32_matmul_precision",
         'precision: factors are rounded to 11 ("high") or 8 ("medium") significant bits',
@@ -397,7 +397,7 @@ KNOBS: dict[str, Knob] = {
         "the model is compiled: adjacent operations are fused",
         (COMPUTING,),
         "model.compile()",
-        compute.compiled,
+        model.compiled,
         ON,
         costs="up to minutes in the first step, and again for inputs of other shapes",
     ),

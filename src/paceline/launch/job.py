@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..analyze.rehearsal.facts import RehearsalRequest
 from ..cluster import horovod_import
@@ -22,8 +22,10 @@ from ..knobs.tuning import Tuning
 from ..plurals import counted
 from ..security.processes import import_folders, module_folders
 from . import job_folder, requeue
-from .guard.request import GuardRequest
 from .options import AUTO, RankSettings
+
+if TYPE_CHECKING:
+    from .guard.loss_guard import LossGuard
 
 # Memory of a rank without data, in bytes (proportional share, measured with a tiny model).
 RANK_BYTES = 64 << 20
@@ -65,9 +67,8 @@ class Job(RankSettings):
         show_memory: Number of ranks, and their largest number on a node, for which to predict the
             memory of each layout, and end; or None.
         rehearsal: What one rank rehearses in place of training, or None.
-        guard: What holds the loss against a reference, or None.
+        guard: What holds the loss against a reference, or None. ``start`` makes it.
         horovod: What ``import horovod`` finds: a value of ``horovod_import``.
-        watch: What the ranks send of each step: value of PACELINE_GUARD; "" for nothing.
         env: Values of --env, as reports repeat them in commands.
     """
 
@@ -89,8 +90,7 @@ class Job(RankSettings):
     stage: list[str] = field(default_factory=list)
     show_memory: tuple[int, int] | None = None
     rehearsal: RehearsalRequest | None = None
-    guard: GuardRequest | None = None
-    watch: str = ""
+    guard: "LossGuard | None" = None
     horovod: str = horovod_import.AUTO
     env: list[str] = field(default_factory=list)
 
@@ -136,9 +136,9 @@ def variables(job: Job, run: str) -> dict[str, str]:
         found["PACELINE_TELLS"] = "launcher"
         if job.count_flops:
             found["PACELINE_COUNT_FLOPS"] = "1"
-    if job.watch:
+    if job.guard is not None:
         found["PACELINE_ATTACH"] = "1"
-        found["PACELINE_GUARD"] = job.watch
+        found["PACELINE_GUARD"] = job.guard.watch_variable
     if job.settings:
         found[VARIABLE] = json.dumps(job.settings)
         found |= environment(job.settings)

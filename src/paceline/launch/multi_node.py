@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
@@ -40,9 +40,6 @@ from .requeue import requeue
 from .summary import print_summary
 from .target import Target
 
-if TYPE_CHECKING:
-    from .guard.loss_guard import LossGuard
-
 REACHABILITY_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 600.0  # records are sent, or written to a slow file system
 NOTICE_INTERVAL_S = 10.0
@@ -54,7 +51,6 @@ def run(
     tool: LaunchTool,
     options: LaunchOptions,
     environment: dict[str, str],
-    guard: "LossGuard | None" = None,
 ) -> int:
     """Run the job and return its exit code, same as ``single_node.run``.
 
@@ -65,7 +61,6 @@ def run(
         options: How the job is started. With a host discovery script, hosts beyond the largest
             world size wait until others are lost.
         environment: Environment variables that the user sets on all hosts.
-        guard: Holds the loss against a reference, or None.
 
     Raises:
         ValueError: A mistake of the user, a host that can't be reached, or hosts that can't reach
@@ -133,7 +128,6 @@ def run(
                 interrupt,
                 fetch_records,
                 remaining,
-                guard,
             )
         finally:
             if host_discovery is not None:
@@ -160,7 +154,7 @@ def run(
             move_earlier_attempts(job.record, remaining.attempt)
         lost = any(host.record_error for host in remote_hosts)  # this was reported
         if not lost or any(job.record.glob("*.ring")):
-            print_summary(job.record, code, job.summary, guard)
+            print_summary(job.record, code, job.summary, job.guard)
     if interrupt.stopped_early:
         requeue()
     return code

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from .guard.request import GuardRequest
+
 
 @dataclass(frozen=True)
 class NodeOptions:
@@ -76,6 +78,7 @@ class LaunchOptions:
         min_ranks_per_host: Lower bound of each node's default number of ranks.
         excluded_hosts: Filled with the reason, by name, why hosts can't take part; the job then
             runs on the others. None: all hosts are needed.
+        guard: What the user wants of the guard, or None.
         explain_default: Whether to print how many ranks are started by default, where this node
             has cores for more.
     """
@@ -85,4 +88,5 @@ class LaunchOptions:
     preview: Preview | None = None
     min_ranks_per_host: int = 1
     excluded_hosts: dict[str, str] | None = None
+    guard: GuardRequest | None = None
     explain_default: bool = False

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ..comm.reachable_address import variables as interface_variables
 from ..security.run_lock import RunLock
@@ -23,18 +23,14 @@ from .ranks.process_groups import end_remaining_children
 from .requeue import requeue
 from .summary import print_summary
 
-if TYPE_CHECKING:
-    from .guard.loss_guard import LossGuard
 
-
-def run(job: Job, message: str = "", guard: "LossGuard | None" = None) -> int:
+def run(job: Job, message: str = "") -> int:
     """Run the job. Return its exit code: 0, that of the first failing rank, 128 + a signal's
     number, or ``requeue.STOPPED_EARLY_EXIT_CODE``.
 
     Args:
         job: The job.
         message: Printed to stderr before the ranks start, if the job can run.
-        guard: Holds the loss against a reference, or None.
 
     Raises:
         ValueError: A mistake of the user, before any rank starts.
@@ -42,21 +38,19 @@ def run(job: Job, message: str = "", guard: "LossGuard | None" = None) -> int:
     interrupt = Interrupt()
     raise_on_termination(interrupt.remember_termination)
     try:
-        code, kept = _run(job, interrupt, message, guard)
+        code, kept = _run(job, interrupt, message)
     except TerminatedError as end:
         name = signal.Signals(end.number).name
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
         return 128 + end.number
     if job.record is not None and kept:
-        print_summary(job.record, code, job.summary, guard)
+        print_summary(job.record, code, job.summary, job.guard)
     if interrupt.stopped_early:
         requeue()
     return code
 
 
-def _run(
-    job: Job, interrupt: Interrupt, message: str, guard: "LossGuard | None"
-) -> tuple[int, bool]:
+def _run(job: Job, interrupt: Interrupt, message: str) -> tuple[int, bool]:
     """Run the job. Return its exit code, and whether its record was kept."""
     from .affinity import bind_ranks
     from .affinity.node_share import take_share
@@ -94,7 +88,6 @@ def _run(
             started_ns,
             interrupt,
             fetch_records,
-            guard=guard,
         )
     except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise

@@ -30,12 +30,12 @@ def start(job: Job, options: LaunchOptions) -> int:
     """
     ranks, nodes, preview = options.ranks, options.nodes, options.preview
     environment = parse_env_options(nodes.env or [])
-    guard = None
-    if job.guard is not None and preview in (None, Preview.PLAN):
+    message = ""
+    if options.guard is not None and preview in (None, Preview.PLAN):
         from .guard.loss_guard import LossGuard
 
-        guard = LossGuard(job.guard, ranks or 1, job.words)
-        job = replace(job, watch=guard.watch_variable)
+        guard = LossGuard(options.guard, ranks or 1, job.words)
+        job, message = replace(job, guard=guard), guard.start_text
     where = find_target(nodes)
     if nodes.discovery is not None and not job.max_restarts:
         raise ValueError(
@@ -49,17 +49,15 @@ def start(job: Job, options: LaunchOptions) -> int:
         os.environ.update(environment)
         (count,) = ranks_per_host(where.hosts, ranks, where.explicit)
         count = count if ranks is not None else max(options.min_ranks_per_host, count)
-        message = guard.start_text if guard is not None else ""
         if options.explain_default and ranks is None and not where.chosen:
             cores = len(topology().cores(set(allowed_threads())))
             message += explain_default_ranks(where.hosts[0], cores)
         here = replace(job, ranks=count, granted=where.hosts[0].cpus)
-        return single_node.run(here, message, guard)
-    if guard is not None:
-        sys.stderr.write(guard.start_text)
+        return single_node.run(here, message)
+    sys.stderr.write(message)
     from . import multi_node  # imported late: a job on one node does not need it
 
-    return multi_node.run(job, where, where.tool, options, environment, guard)
+    return multi_node.run(job, where, where.tool, options, environment)
 
 
 def _show(

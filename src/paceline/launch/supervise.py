@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import (
@@ -46,9 +46,6 @@ from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE
 from .script_source import uses_horovod
 from .summary import write_summary
-
-if TYPE_CHECKING:
-    from .guard.loss_guard import LossGuard
 
 MONITOR_INTERVAL_S = 0.05  # less if a rank of this node ends
 END_GRACE_S = 3.0  # between asking a rank to end and killing it
@@ -502,7 +499,6 @@ def watch(
     interrupt: Interrupt,
     fetch_records: Callable[[int], JobSnapshot | None],
     remaining: RemainingHosts | None = None,
-    guard: "LossGuard | None" = None,
 ) -> int:
     """Start the ranks, supervise them until they have ended, and return the exit code.
 
@@ -510,7 +506,6 @@ def watch(
         started: When the command began, ns of the monotonic clock.
         fetch_records: Fetches the tails of the ranks' records, and their stacks.
         remaining: Hosts that remain of a job on several nodes, or None.
-        guard: Holds the loss against a reference, or None.
     """
     if remaining is None:
         check_min_hosts(job.min_hosts, len(hosts))
@@ -524,7 +519,7 @@ def watch(
         monitor_interval=1e-6,  # must be above 0; the agent waits for its hosts
     )
     agent = ElasticAgent(spec, hosts, seats, started, uses_horovod(job))
-    agent.interrupt, agent.remaining, agent.guarded = interrupt, remaining, GuardedJob(guard)
+    agent.interrupt, agent.remaining, agent.guarded = interrupt, remaining, GuardedJob(job.guard)
     agent.bindings = (
         BindingsReport(lambda text: agent.output.say(text)) if job.report_bindings else None
     )
@@ -551,7 +546,7 @@ def watch(
         agent.guarded.finish(agent.output.say)
         agent.output.close()
         if job.summary is not None and job.record is None:
-            write_summary(job.summary, job.words, agent.summary, guard)
+            write_summary(job.summary, job.words, agent.summary, job.guard)
     ended_well = agent.stopped_at_step is not None or (agent.end and not agent.end.exit_code)
     if ended_well and agent.guarded.has_reached:
         return 0

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from ..knobs.ddp import hooked
 from ..knobs.knob import KnobResult
+from ..knobs.model import hooked
 from ..record.hooks.taps import SCALED_STEP, Function, on_step
 from .gradients import parameters_of
 

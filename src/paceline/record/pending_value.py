@@ -19,7 +19,7 @@ def completed_future(value: Any) -> torch.futures.Future[Any]:
 def devices_of(value: Any) -> list[int | str | torch.device]:
     """Return the devices of all tensors in a value, without the CPU."""
     devices = {leaf.device for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
-    return sorted((one for one in devices if one.type != "cpu"), key=str)
+    return sorted((device for device in devices if device.type != "cpu"), key=str)
 
 
 def is_capturing() -> bool:

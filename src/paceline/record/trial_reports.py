@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ..security.files import InvalidFileError, open_regular, read_regular
+from ..security.files import InvalidFileError, open_regular, read_regular, write_all
 from ..security.schema import parse_json
 
 VARIABLE = "PACELINE_SEARCH"
@@ -109,9 +109,9 @@ class TrialReporter:
         self._count += 1
         step = self._count if step is None else int(step)
         numbers = {
-            str(name)[:200]: one
+            str(name)[:200]: number
             for name, value in values.items()
-            if (one := _number(value)) is not None
+            if (number := _number(value)) is not None
         }
         if not numbers:
             return
@@ -134,8 +134,7 @@ class TrialReporter:
         data = json.dumps(line).encode() + b"\n"
         fd = open_regular(self.request.reports, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o666)
         try:
-            while data:
-                data = data[os.write(fd, data) :]
+            write_all(fd, data)
         finally:
             os.close(fd)
 

@@ -87,6 +87,13 @@ def check_regular(fd: int, path: Name, owner: int | None = None) -> os.stat_resu
     return status
 
 
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data`` to a descriptor. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def kind_of_file(mode: int) -> str:
     """Return the kind of a file from its ``st_mode``: "a FIFO", "a character device" ..."""
     kinds = (

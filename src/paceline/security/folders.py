@@ -13,7 +13,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from .files import Name, UnsafeFileError, kind_of_file, open_regular, read_regular
+from .files import Name, UnsafeFileError, kind_of_file, open_regular, read_regular, write_all
 
 _remove_tree = shutil.rmtree  # by descriptors; experiments replace the function for scripts
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -40,9 +40,7 @@ class NewFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Write all of ``data``. Raises OSError."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.fd, view) :]
+        write_all(self.fd, data)
 
     def commit(self) -> None:
         """Rename the file to its final name. Raises OSError."""

@@ -229,9 +229,9 @@ class Acceptor(Generic[T]):
         self._admitted: list[tuple[socket.socket, T]] = []
         self._resume_at: float | None = None
         self._epoll = select.epoll()
-        self._listening = {one.fileno(): one for one in listening}
-        for fd, one in self._listening.items():
-            one.setblocking(False)
+        self._listening = {server.fileno(): server for server in listening}
+        for fd, server in self._listening.items():
+            server.setblocking(False)
             self._epoll.register(fd, select.EPOLLIN)
 
     def __enter__(self) -> "Acceptor[T]":

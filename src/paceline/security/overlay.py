@@ -78,13 +78,13 @@ class Overlay:
         Returns:
             None if the folders cannot be covered here.
         """
-        seen = [str(one.resolve()) for one in (changes, *visible, *caches())]
+        seen = [str(path.resolve()) for path in (changes, *visible, *caches())]
         temporary = os.path.realpath(tempfile.gettempdir())
-        if not any(is_inside(one, (temporary,)) for one in user_folders(script, args)):
+        if not any(is_inside(path, (temporary,)) for path in user_folders(script, args)):
             seen.append(temporary)
         for more in ((str(Path.home()),), ()):
             folders = user_folders(script, args, *more)
-            found = cls(folders, tuple(one for one in seen if os.path.isdir(one)))
+            found = cls(folders, tuple(path for path in seen if os.path.isdir(path)))
             if found._works(changes / "try"):
                 return found
         return None
@@ -92,7 +92,8 @@ class Overlay:
     def _works(self, changes: Path) -> bool:
         """Return whether a process can cover the folders."""
         user = os.geteuid()
-        if not self.folders or (user and any(os.stat(one).st_uid != user for one in self.folders)):
+        owners = {os.stat(folder).st_uid for folder in self.folders}
+        if not owners or (user and owners != {user}):
             return False  # files of others cannot be copied in a user namespace
         try:
             done = subprocess.run(
@@ -131,7 +132,7 @@ def user_folders(script: str, args: Sequence[str], *others: str) -> tuple[str, .
         path = os.path.realpath(path)
         if path != "/" and not is_inside(path, SYSTEM_FOLDERS):
             found.add(path)
-    return tuple(sorted(one for one in found if not is_inside(one, [*found - {one}])))
+    return tuple(sorted(path for path in found if not is_inside(path, [*found - {path}])))
 
 
 def is_inside(path: str, folders: Sequence[str]) -> bool:
@@ -203,7 +204,7 @@ def _make_folder(changes: Path) -> Path | None:
     """Create the outermost missing folder above the changes, which is there on the launcher's
     node; return it.
     """
-    missing = [one for one in changes.parents if not one.exists()]
+    missing = [folder for folder in changes.parents if not folder.exists()]
     if not missing:
         return None
     with Folder.make(missing[-1]) as folder:
@@ -229,7 +230,7 @@ def _cover(folders: Sequence[str], visible: Sequence[str], changes: str) -> None
         for path, options, kind in _mount_lines()
         if path not in folders and is_inside(path, folders)
     }
-    kept = [one for one in visible if is_inside(one, folders)]
+    kept = [path for path in visible if is_inside(path, folders)]
     opened = {path: os.open(path, os.O_PATH) for path in (*inside, *kept)}
     numbers = itertools.count()  # the same ones if ``changes`` has those of an earlier run
     for folder in folders:
@@ -274,7 +275,7 @@ def _call(name: str, *args: object) -> None:
         OSError: It failed.
     """
     library = ctypes.CDLL(None, use_errno=True)
-    values = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in args]
+    values = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in args]
     if getattr(library, name)(*values) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

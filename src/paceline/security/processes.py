@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 from .folders import writable_by_others
 from .text import printable
@@ -68,6 +69,36 @@ def run_program(
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{name} has not ended after {seconds:g} s") from None
+
+
+def stat_fields(process: int | str) -> list[str]:
+    """Return the fields of /proc/PROCESS/stat from the state on; [] if the process has ended.
+
+    process: PID, or the path of a thread, such as "self/task/123".
+    """
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks; None if it has ended."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def kernel_id(namespace: str) -> str:
+    """Return an ID of the running kernel and of this process's namespace; "" if not on Linux.
+
+    namespace: Its kind, for example "pid".
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink(f'/proc/self/ns/{namespace}')}"
+    except OSError:
+        return ""
 
 
 def import_folders(folder: str) -> list[str]:

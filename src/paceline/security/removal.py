@@ -97,9 +97,9 @@ def remove_from_marked(path: Path, kind: str, name: str = MARK) -> None:
         gone = f"{REMOVED_PREFIX}{path.name}"
         with contextlib.suppress(OSError):
             os.rename(path.name, gone, src_dir_fd=fd, dst_dir_fd=fd)
-        for one in (gone, path.name):
+        for entry in (gone, path.name):
             with contextlib.suppress(FileNotFoundError):
-                remove_entry(one, fd)
+                remove_entry(entry, fd)
     finally:
         os.close(fd)
 
@@ -157,8 +157,8 @@ class TemporaryFolder:
 def _permit(name: str, folder_fd: int) -> None:
     """Permit this user to remove the content: overlayfs leaves folders without permissions."""
     for _, folders, _, at in os.fwalk(name, dir_fd=folder_fd):
-        for one in folders:
+        for folder in folders:
             with contextlib.suppress(OSError):
-                mode = os.stat(one, dir_fd=at, follow_symlinks=False).st_mode
+                mode = os.stat(folder, dir_fd=at, follow_symlinks=False).st_mode
                 if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
-                    os.chmod(one, 0o700, dir_fd=at)
+                    os.chmod(folder, 0o700, dir_fd=at)

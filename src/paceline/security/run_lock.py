@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .files import InvalidFileError, open_regular, read_regular
+from .processes import kernel_id, start_ticks
 from .schema import parse_json
 from .text import printable
 
@@ -75,9 +76,9 @@ class RunLock:
         self._own = Holder(
             run or _PROCESS_RUN,
             socket.gethostname(),
-            _system(),
+            kernel_id("pid"),
             os.getpid(),
-            _start_of(os.getpid()) or 0,
+            start_ticks(os.getpid()) or 0,
         )
         self._ended = threading.Event()
 
@@ -186,7 +187,7 @@ class RunLock:
     def _is_alive(self, holder: Holder) -> bool | None:
         """Return whether the holder still uses the folder; None if only time can show it."""
         if holder.system == self._own.system and holder.system:
-            started = _start_of(holder.pid)
+            started = start_ticks(holder.pid)
             if holder.pid == os.getpid() or started is None:
                 return False
             return started == holder.started
@@ -241,20 +242,3 @@ class RunLock:
         if not holder.run:
             return "another run"
         return printable(f"run {holder.run} (process {holder.pid} on {holder.host})")
-
-
-def _system() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return ""
-
-
-def _start_of(pid: int) -> int | None:
-    """Return the start time of a process; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None

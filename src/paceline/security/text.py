@@ -34,48 +34,49 @@ def printable(text: str, lines: bool = False) -> str:
     """
 
     def replace(match: "re.Match[str]") -> str:
-        one = match[0]
-        return one if (lines and one in "\n\t") or _is_shown(match) else _escaped(one)
+        char = match[0]
+        return char if (lines and char in "\n\t") or _is_shown(match) else _escaped(char)
 
     return _NOT_ASCII_TEXT.sub(replace, text)
 
 
-def printable_tree(tree: Any) -> Any:
+def printable_tree(tree: Any, lines: bool = True) -> Any:
     """Return a parsed JSON or TOML tree with all strings, including keys, made ``printable``."""
     if isinstance(tree, str):
-        return printable(tree, lines=True)
+        return printable(tree, lines)
     if isinstance(tree, dict):
-        return {printable_tree(key): printable_tree(value) for key, value in tree.items()}
+        pairs = tree.items()
+        return {printable_tree(key, lines): printable_tree(value, lines) for key, value in pairs}
     if isinstance(tree, list | tuple):
-        return type(tree)(printable_tree(value) for value in tree)
+        return type(tree)(printable_tree(value, lines) for value in tree)
     return tree
 
 
 def _is_shown(match: "re.Match[str]") -> bool:
     """Whether a character is visible, or changes how its visible neighbours look."""
-    one, before = match[0], match.string[match.start() - 1 : match.start()]
-    if one in _JOINERS:
+    char, before = match[0], match.string[match.start() - 1 : match.start()]
+    if char in _JOINERS:
         after = match.string[match.end() : match.end() + 1]
         return _joins(before, "LMS") and _joins(after, "LS")
-    if _SELECTORS.match(one):
+    if _SELECTORS.match(char):
         return _joins(before, "LS")
-    if one in _INVISIBLE:
+    if char in _INVISIBLE:
         return False
-    return one.isprintable() or one in _VISIBLE or unicodedata.category(one) == "Zs"
+    return char.isprintable() or char in _VISIBLE or unicodedata.category(char) == "Zs"
 
 
-def _joins(one: str, categories: str) -> bool:
+def _joins(neighbour: str, categories: str) -> bool:
     """Whether a neighbour of a joiner is a visible character beyond ASCII of these categories."""
     return bool(
-        one
-        and not one.isascii()
-        and one not in _INVISIBLE
-        and unicodedata.category(one)[0] in categories
+        neighbour
+        and not neighbour.isascii()
+        and neighbour not in _INVISIBLE
+        and unicodedata.category(neighbour)[0] in categories
     )
 
 
-def _escaped(one: str) -> str:
-    code = ord(one)
+def _escaped(char: str) -> str:
+    code = ord(char)
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from paceline.record.experiments.growing_containers import ContainerSizes
+from paceline.record.experiments.observer import ContainerSizes
 from paceline.study.diagnose.diagnose import growing_notes
 
 

@@ -23,8 +23,11 @@ from paceline.analyze.diagnosis.operator_profile import (
 )
 from paceline.analyze.diagnosis.rules.operators import findings, products
 from paceline.analyze.records.operator_file import OperatorFile, read_operator_files
-from paceline.record.experiments.operators.operator_profile import padded_share
-from paceline.record.experiments.operators.operator_rows import OperatorRun, write_rows
+from paceline.record.experiments.operators.operator_profile import (
+    OperatorRun,
+    padded_share,
+    write_rows,
+)
 from paceline.report.terminal.diagnosis.operators import render
 
 SIDE = 192

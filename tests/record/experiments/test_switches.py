@@ -209,7 +209,11 @@ def recorded(rung, took, pauses=()):
         at += took(step)
     events = {State.STEP: steps, State.VALIDATION: steps[list(pauses)]}
     empty = np.zeros(0, dtype)
-    record = SimpleNamespace(events_in=lambda state: events.get(state, empty), meta={})
+
+    def events_in(*states):
+        return np.concatenate([events.get(state, empty) for state in states])
+
+    record = SimpleNamespace(events_in=events_in, meta={})
     return SimpleNamespace(records=[record])
 
 

@@ -10,8 +10,11 @@ from collections import Counter
 import pytest
 import torch
 
-from paceline.record.experiments.lines.rank_profile import ExecutionCounter
-from paceline.record.experiments.lines.sampler import MEAN_INTERVAL_S, LineSampler
+from paceline.record.experiments.lines.rank_profile import (
+    MEAN_INTERVAL_S,
+    ExecutionCounter,
+    LineSampler,
+)
 
 MATRIX = torch.ones(256, 256)
 SECONDS = 3.0

@@ -113,10 +113,10 @@ def test_recorder_without_counters_of_the_kernel_records_all_else(tmp_path, monk
 
 def test_script_that_closes_all_files_does_not_end_the_recording(tmp_path):
     recorder = Recorder(0, 1, folder=tmp_path)
-    os.close(recorder.core_wait._fd)
+    os.close(recorder.core_wait._schedule._fd)
     for state in (State.FORWARD, State.BACKWARD, State.OPTIMIZER):
         recorder.event(state, 1, time.monotonic_ns() + LATER)
-    assert recorder.core_wait._fd == -1
+    assert recorder.core_wait._schedule is None
     record = parse_record(recorder.snapshot())
     assert record.count(State.FORWARD, State.BACKWARD, State.OPTIMIZER) == 3
 

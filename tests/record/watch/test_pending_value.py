@@ -55,7 +55,7 @@ def test_guard_reads_no_value_of_a_gpu_in_a_step(monkeypatch):
         optimizer.param_groups[0]["lr"] = rate
         watch.note_loss(torch.ones((), device="cuda:0"))
         watch._before_step(optimizer)
-        watch._after_step(8)
+        watch.after_step(8)
         (step,) = watch._waiting
         values = [*step.losses, step.rate, step.norm]
         assert [value.is_known for value in values] == [False] * 3

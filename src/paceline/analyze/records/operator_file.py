@@ -1,7 +1,7 @@
 """Read the operators of a rank's profiled steps (rank-N.operators).
 
 The layout is in docs/reference/formats/record-format.md; the writer is
-record.experiments.operators.operator_rows.
+record.experiments.operators.operator_profile.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+from ...record.ring.memory_sampler import available_memory, memory_limits
+
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
 
@@ -29,49 +31,7 @@ def free_memory() -> int:
 
     This is the kernel's available memory, or less if a control group of this process has less.
     """
-    free = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    return min([free, *(limit - used for limit, used in memory_limits())])
-
-
-def memory_limits() -> list[tuple[int, int]]:
-    """Return (allowed bytes, used bytes) of each control group of this process with a limit.
-
-    Control groups of versions 1 and 2 and their parents are included.
-    """
-    found = []
-    for mount, controller, limit, usage in (
-        ("/sys/fs/cgroup", "", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/unified", "", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        group = Path(mount + _group(controller))
-        for folder in (group, *group.parents):
-            try:
-                allowed = (folder / limit).read_text().strip()
-                if allowed != "max" and int(allowed) < _UNLIMITED:
-                    found.append((int(allowed), int((folder / usage).read_text())))
-            except (OSError, ValueError):
-                continue
-    return found
-
-
-_UNLIMITED = 1 << 60  # control groups of version 1 have a large number here if there is no limit
-
-
-def _group(controller: str) -> str:
-    """Return the path of this process's control group; ``controller`` is empty for version 2."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            return path
-    return ""
+    return min([available_memory(), *(limit - used for limit, used in memory_limits())])
 
 
 def parse_ranges(text: str) -> list[int]:

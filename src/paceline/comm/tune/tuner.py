@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...knobs.ddp import before_forward, torchs_hook
+from ...knobs.model import before_forward, torchs_hook
 from ...knobs.tuning import Tuning
 from ...plurals import counted
 from ...record.ring.launcher_messages import notify

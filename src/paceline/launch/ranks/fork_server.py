@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...cluster.topology.local_resources import memory_limits
+from ...record.ring.memory_sampler import memory_limits
 from ...security import overlay
 from .. import job_folder
 from ..linux_prctl import SUBREAPER, prctl

@@ -31,10 +31,9 @@ from ..ring.resource_usage import (
     cpu_seconds,
     measure_open_s,
 )
-from .growing_containers import ContainerSizes
 from .lines.collective_calls import carries_objects, serves_checkpoint
 from .lines.rank_profile import RankProfile
-from .observer import Observer
+from .observer import ContainerSizes, Observer
 from .protected_run import ProtectedRun, StepLimit
 from .rung import (
     CHANNELS_LAST,
@@ -338,7 +337,7 @@ def _unknown() -> None:
 
 
 if TYPE_CHECKING:
-    from .operators.operator_rows import OperatorRun
+    from .operators.operator_profile import OperatorRun
 
 LEAST_KERNEL_STEPS = 5  # of a survey: a GPU's kernels are sampled after the measured steps
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
@@ -472,7 +471,7 @@ class Experiment(ProtectedRun):
         self._complete()
         self.write_results()
         try:
-            from .operators.operator_rows import OperatorRun
+            from .operators.operator_profile import OperatorRun
 
             used = self._observer.facts["used"][self._phase]
             waits = used["delayed"] / used["thread"] if used.get("thread") else 0.0
@@ -488,7 +487,7 @@ class Experiment(ProtectedRun):
             if not operators.after_step():
                 return
             if path is not None:
-                from .operators.operator_rows import write_rows
+                from .operators.operator_profile import write_rows
 
                 write_rows(path, operators.finish())
         except Exception as error:

@@ -1,14 +1,18 @@
 """Measurements of an experiment of ``paceline diagnose`` that the record's events do not have.
 
 They are the resources that each phase used, how far the batch sizes explain the CPU time of steps,
-and facts about the script (threads, layers, parameters, DDP options).
+facts about the script (threads, layers, parameters, DDP options), and containers that grow.
 """
 
+import gc
 import os
 import statistics
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -16,6 +20,115 @@ from ..hooks import taps
 from ..ring.recorder import clock_id
 from ..ring.resource_usage import OtherThreads, measure_page_fault_s, read_usage, usage_between
 from .switches import GarbageCollector
+
+# Containers of the script that get longer in each step: what keeps memory that should be freed.
+#
+# The lengths of all containers are compared after the first step and after the measured steps. A
+# container is named by the variable or the attribute that refers to it.
+
+KINDS = (list, dict, set, deque)
+MIN_GROWTH_PER_STEP = 0.9  # elements; a container that is filled once per step has 1
+MAX_OBJECTS = 1_000_000  # of a process: with more, no containers are compared
+MAX_NAMED = 3
+MAX_NAME_CHARS = 80
+MAX_DEPTH = 3  # of containers within an element
+MAX_PARTS = 64  # of an element that are looked at
+LAST_ELEMENTS = 8  # whose bytes are measured
+MIN_BYTES_PER_STEP = 64 << 10  # of tensors without a graph; less is not reported
+
+
+class ContainerSizes:
+    """Lengths of the containers of this process at one time."""
+
+    def __init__(self) -> None:
+        objects = gc.get_objects()
+        containers = [x for x in objects if type(x) in KINDS] if len(objects) <= MAX_OBJECTS else []
+        self._lengths = {id(container): len(container) for container in containers}
+
+    def growing(self, steps: int) -> list[dict[str, Any]]:
+        """Return the containers with tensors that grew in each of ``steps`` steps since then.
+
+        Each has name, elements and bytes per step, and whether its tensors keep their graphs.
+        """
+        if steps < 2:
+            return []
+        known, growing = self._lengths, list[dict[str, Any]]()
+        for container in [x for x in gc.get_objects() if type(x) in KINDS and x is not known]:
+            added = (len(container) - known.get(id(container), len(container))) / steps
+            if added < MIN_GROWTH_PER_STEP:
+                continue
+            newest = list(islice(_newest(container), LAST_ELEMENTS))
+            tensors = [tensor for element in newest for tensor in _tensors(element, MAX_DEPTH)]
+            graphs = any(tensor.grad_fn is not None for tensor in tensors)
+            nbytes = added * sum(tensor.nbytes for tensor in tensors) / max(len(newest), 1)
+            if not (graphs or nbytes >= MIN_BYTES_PER_STEP):
+                continue
+            if name := _name_of(container):
+                kind = type(container).__name__
+                row = {"name": name[:MAX_NAME_CHARS], "kind": kind, "elements": round(added, 3)}
+                growing.append(row | {"bytes": round(nbytes), "graphs": graphs})
+        return sorted(growing, key=lambda row: (not row["graphs"], -row["bytes"]))[:MAX_NAMED]
+
+
+def _newest(container: Any) -> Iterable[Any]:
+    values = container.values() if isinstance(container, dict) else container
+    return iter(values) if isinstance(container, set) else reversed(values)
+
+
+def _tensors(value: Any, depth: int) -> Iterable[Any]:
+    """Yield the tensors of an element: itself, or those in its containers."""
+    torch: Any = sys.modules["torch"]
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)):
+        parts = value.values() if isinstance(value, dict) else value
+        for part in islice(parts, MAX_PARTS):
+            yield from _tensors(part, depth - 1)
+
+
+def _name_of(container: Any) -> str:
+    """Return the variable or attribute of the script that refers to a container; "" if none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not _is_library(module):
+            name = _key_of(container, frame.f_locals) or _key_of(container, frame.f_globals)
+            if name:
+                return f"{name} in {frame.f_code.co_name}()".replace(" in <module>()", "")
+        frame = frame.f_back
+    for owner in gc.get_referrers(container):
+        values = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
+        if isinstance(owner, ModuleType) or not isinstance(values, Mapping):
+            continue
+        name = _key_of(container, values)
+        if not name:
+            continue
+        if "__name__" in values and "__builtins__" in values:  # the globals of a module
+            module = str(values["__name__"])
+            return "" if _is_library(module) else f"{module}.{name}"
+        holder = owner if values is not owner else _holder_of(owner)
+        kind = type(holder)
+        if holder is not None and not _is_library(kind.__module__):
+            return f"{kind.__name__}.{name}"
+    return ""
+
+
+def _holder_of(values: Mapping[Any, Any]) -> Any:
+    """Return the object whose ``__dict__`` this is; None if it is an ordinary dictionary."""
+    for owner in gc.get_referrers(values):
+        if getattr(owner, "__dict__", None) is values:
+            return owner
+    return None
+
+
+def _key_of(container: Any, values: Mapping[Any, Any]) -> str:
+    named = (key for key, value in list(values.items()) if value is container)
+    return next((key for key in named if isinstance(key, str)), "")
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("paceline", "torch", "gc")
+
 
 CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
 MATRIX_SIDE = 256  # rows of the matrices whose product measures the speed of the rank's cores
@@ -114,7 +227,7 @@ class Observer:
     def _hook_modules(self, module: Any) -> None:
         def inspect_layer(layer: Any, inputs: Any) -> None:
             if type(layer).__name__ in CONVOLUTIONS and layer.weight.dim() == 4:
-                if all(one() is not layer for one in self.convolutions):
+                if all(known() is not layer for known in self.convolutions):
                     self.convolutions.append(ref(layer))
                     self.facts["convolutions"] = len(self.convolutions)
                 if inputs and hasattr(inputs[0], "dim") and inputs[0].dim() == 4:
@@ -137,22 +250,16 @@ class Observer:
             return
         self.optimizers.add(optimizer)
         sizes: dict[str, int] = self.facts.setdefault("parameters", {})
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
+        for parameter in taps.parameters_of(optimizer):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
 
     def gradient_addresses(self) -> tuple[set[int], set[int], int]:
         """Return the addresses of all gradients, those of parameters, and the gradients' bytes."""
-        gradients, parameters, size = set(), set(), 0
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameters.add(parameter.data_ptr())
-                    if parameter.grad is not None and not parameter.grad.is_sparse:
-                        gradients.add(parameter.grad.data_ptr())
-                        size += parameter.grad.nbytes
-        return gradients, parameters, size
+        parameters = taps.parameters_of(*self.optimizers)
+        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        addresses = [{tensor.data_ptr() for tensor in each} for each in (gradients, parameters)]
+        return addresses[0], addresses[1], sum(gradient.nbytes for gradient in gradients)
 
     def _note_replica(self, _: None, replica: Any, *__: Any, **___: Any) -> None:
         self.ddp_models.append(ref(replica))
@@ -180,7 +287,7 @@ class Observer:
 
     def finish(self) -> None:
         """Store the last facts; called when nothing of the script runs any more."""
-        replicas = [one for found in self.ddp_models if (one := found()) is not None]
+        replicas = [replica for weak in self.ddp_models if (replica := weak()) is not None]
         if replicas:
             self.facts["ddp"] = _ddp_options(max(replicas, key=_gradient_bytes))
         self.facts["fault_s"] = _rounded(measure_page_fault_s())
@@ -235,7 +342,7 @@ def fit_cpu_time(steps: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def _gradient_bytes(replica: Any) -> int:
-    return sum(one.nbytes for one in replica.parameters() if one.requires_grad)
+    return sum(parameter.nbytes for parameter in replica.parameters() if parameter.requires_grad)
 
 
 def _ddp_options(replica: Any) -> dict[str, Any]:

@@ -5,14 +5,15 @@ the rest of the script and its exit handlers do not run. An experiment of ``pace
 (experiment.py) is such a run with phases.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import msgspec
 
 from ...security.folders import Folder
 from ...security.removal import remove_marked, write_mark
@@ -43,16 +44,13 @@ class StepLimit:
 
     def to_json(self) -> str:
         """Return the value of the environment variable ``STEP_LIMIT_VARIABLE``."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
 
 def limit_of_process(environment: Mapping[str, str] = os.environ) -> StepLimit | None:
     """Return the limits of this process; None if it has none."""
     text = environment.get(STEP_LIMIT_VARIABLE)
-    if not text:
-        return None
-    fields = json.loads(text)
-    return StepLimit(**fields | {"covered": tuple(fields["covered"])})
+    return msgspec.json.decode(text, type=StepLimit) if text else None
 
 
 class ProtectedRun:

@@ -23,10 +23,11 @@ A switched phase tests a hypothesis: a part is off in some blocks of its steps a
 ``experiment.py`` carries the phases out in a rank's process.
 """
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+import msgspec
 
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
@@ -113,13 +114,10 @@ class Rung:
 
     def to_json(self) -> str:
         """Return the value of the environment variable ``RUNG_VARIABLE``."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
 
 def rung_of_process(environment: Mapping[str, str] = os.environ) -> Rung | None:
     """Return the experiment that this process is part of; None if it is part of none."""
     text = environment.get(RUNG_VARIABLE)
-    if not text:
-        return None
-    fields = json.loads(text)
-    return Rung(**fields | {name: tuple(fields[name]) for name in ("phases", "covered")})
+    return msgspec.json.decode(text, type=Rung) if text else None

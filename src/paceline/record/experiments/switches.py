@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..hooks.taps import around
-from ..ring.stack_sampler import LIBRARY_PREFIXES
+from ..ring.stack_sampler import is_script, script_frame
 
 MAX_COLLECTING_LINES = 50  # lines of the script for which the time of collections is kept
 MIN_LOCATED_S = 1e-3  # a shorter automatic collection is not attributed to a line
@@ -103,10 +103,7 @@ class GarbageCollector(Switch):
         self._count += 1
         if took < MIN_LOCATED_S:
             return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
-            frame = frame.f_back
-        if frame is not None:
+        if frame := script_frame(sys._getframe(1)):
             at = (frame.f_code.co_filename, frame.f_lineno)
             if at in self._lines or len(self._lines) < MAX_COLLECTING_LINES:
                 self._lines[at] = self._lines.get(at, 0.0) + took
@@ -127,8 +124,8 @@ class BufferBroadcasts(Switch):
         self._count = 0
 
     def off(self) -> None:
-        found = [model for ref in self._models if (model := ref()) is not None]
-        self._switched = [one for one in found if one.broadcast_buffers and one.modules_buffers]
+        models = [model for ref in self._models if (model := ref()) is not None]
+        self._switched = [x for x in models if x.broadcast_buffers and x.modules_buffers]
         for model in self._switched:
             model.broadcast_buffers = False
         self._count = max(self._count, len(self._switched))
@@ -192,12 +189,12 @@ class ScriptThreads(Switch):
     def _trace_lines(self, frame: FrameType | None) -> None:
         """Let a thread call ``_on_line``, if it has a trace function and none of its own."""
         while frame is not None:
-            if _is_script(frame) and frame.f_trace is None:
+            if is_script(frame.f_code) and frame.f_trace is None:
                 frame.f_trace = self._on_line
             frame = frame.f_back
 
     def _on_call(self, frame: FrameType, *_: Any) -> Any:
-        return self._on_line if self._is_off and _is_script(frame) else None
+        return self._on_line if self._is_off and is_script(frame.f_code) else None
 
     def _on_line(self, frame: FrameType, *_: Any) -> Any:
         if self._is_off and self._may_pause(frame):
@@ -213,7 +210,7 @@ class ScriptThreads(Switch):
             return False
         above = frame.f_back
         while above is not None:
-            if not _is_script(above) and above.f_code.co_filename not in _STARTERS:
+            if not is_script(above.f_code) and above.f_code.co_filename not in _STARTERS:
                 return False
             above = above.f_back
         return True
@@ -224,10 +221,6 @@ class ScriptThreads(Switch):
             self._gave_up, self._is_off = True, False
             self._resume.set()
         return self._gave_up
-
-
-def _is_script(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(LIBRARY_PREFIXES)
 
 
 class ContiguousFormat(Switch):

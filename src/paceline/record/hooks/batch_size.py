@@ -31,7 +31,7 @@ def samples_in(batch: Any) -> int:
     if count := graphs_in(batch):
         return count
     fields = batch if isinstance(batch, Mapping) else fields_of(batch)
-    held = next((one for one in fields.values() if _holds_samples(one)), None)
+    held = next((field for field in fields.values() if _holds_samples(field)), None)
     return samples_in(held) if held is not None else 1
 
 
@@ -53,14 +53,14 @@ def fields_of(batch: Any) -> dict[str, Any]:
     if isinstance(batch, type | torch.Tensor | torch.nn.Module):
         return {}
     fields = getattr(batch, "__dict__", {})
-    holds = is_dataclass(batch) or any(isinstance(one, torch.Tensor) for one in fields.values())
+    holds = is_dataclass(batch) or any(isinstance(field, torch.Tensor) for field in fields.values())
     return dict(fields) if holds else {}
 
 
 def graphs_in(batch: Any) -> int:
     """Return the number of graphs that an object joins; 0 if it is none of graphs."""
     counts = [getattr(batch, name, None) for name in GRAPH_COUNTS]
-    return next((one for one in counts if type(one) is int), 0)
+    return next((count for count in counts if type(count) is int), 0)
 
 
 def fingerprint_of(batch: Any) -> int:

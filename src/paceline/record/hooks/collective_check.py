@@ -106,9 +106,8 @@ class CollectiveCheck:
         self.waits_nonblocking = True  # until the check of a nonblocking call has timed out
         self.cost_ns = 0
         self._shortest_ns = 1 << 62  # the last rank does not wait: the cost of a check
-        self._free_buffers = [
-            _Buffers(size)
-        ]  # made ahead: a torch dispatch mode must not see new tensors
+        # made ahead: a torch dispatch mode must not see new tensors
+        self._free_buffers = [_Buffers(size)]
 
     def begin(
         self, group: Any, number: int, name: str, op: Op, args: Sequence[Any]
@@ -121,12 +120,10 @@ class CollectiveCheck:
             ValueError: Ranks call different collectives.
         """
         start = time.monotonic_ns()
-        options = next((arg for arg in args if hasattr(arg, "asyncOp")), None)
         buffers = self._free_buffers.pop() if self._free_buffers else _Buffers(self.size)
         row = _make_row(name, op, args)
-        check = PendingCheck(self, group, number, buffers, row, getattr(options, "timeout", None))
-        blocks = options is not None and not options.asyncOp and op not in ROOTED_OPS
-        if blocks:
+        check = PendingCheck(self, group, number, buffers, row, option_of(args, "timeout"))
+        if not option_of(args, "asyncOp", True) and op not in ROOTED_OPS:  # it blocks
             check.finish()
         elif self.waits_nonblocking:
             self.waits_nonblocking = check.wait(NONBLOCKING_WAIT_S)
@@ -215,8 +212,7 @@ def _make_row(name: str, op: Op, args: Sequence[Any]) -> bytes:
 
 def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, int, int]:
     """Return the five numbers that must be equal on all ranks (or NOT_COMPARED)."""
-    root = next((arg.rootRank for arg in args if hasattr(arg, "rootRank")), NOT_COMPARED)
-    reduction: Any = next((arg.reduceOp for arg in args if hasattr(arg, "reduceOp")), None)
+    root, reduction = option_of(args, "rootRank", NOT_COMPARED), option_of(args, "reduceOp")
     number = int(reduction.op) if hasattr(reduction, "op") else NOT_COMPARED
     if op == Op.BARRIER:
         return int(op), NOT_COMPARED, NOT_COMPARED, NOT_COMPARED, NOT_COMPARED
@@ -225,6 +221,11 @@ def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, i
     dtype = next(iter(types)) if len(types) == 1 else None
     code = _DTYPES.index(dtype) if dtype in _DTYPES else NOT_COMPARED
     return int(op), _shared_bytes(name, op, args), code, int(root), number
+
+
+def option_of(args: Sequence[Any], name: str, default: Any = None) -> Any:
+    """Return an option of a collective from the arguments of the process group's method."""
+    return next((getattr(arg, name) for arg in args if hasattr(arg, name)), default)
 
 
 def _flatten(things: Any) -> list[torch.Tensor]:
@@ -288,7 +289,7 @@ def block_in(frame: FrameType) -> tuple[int, str] | None:
     name = getattr(group, "_module_fqn", None)
     if group is None or name is None:
         return None
-    parameters = [str(one._param_fqn) for one in group.fsdp_params]
+    parameters = [str(parameter._param_fqn) for parameter in group.fsdp_params]
     more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
     return zlib.crc32(name.encode()), f"{name or 'the model'} ({', '.join(parameters[:2])}{more})"
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -36,35 +37,29 @@ def is_in_background(recorder: Recorder) -> bool:
     return _current_backward() == -1
 
 
+@dataclass(slots=True, eq=False)
 class CollectiveInFlight:
-    """One collective of this rank, from its launch to its last event (times in ns)."""
+    """One collective of this rank, from its launch to its last event (times in ns).
 
-    __slots__ = (
-        *("amount", "called", "group", "in_background", "is_done", "launched", "op", "peer"),
-        *("on_end", "recorder", "returned", "seq"),
-    )
+    Attributes:
+        called: Later than ``launched`` after a check, which has an event.
+        returned: End of the launching call; 0: its time is recorded.
+        in_background: Whether another thread than the training one has launched it.
+        on_end: Called when the result is known.
+    """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        launched: int,
-        called: int,
-        returned: int,
-        amount: int,
-        seq: int,
-        group: int,
-        op: int,
-        peer: int,
-        in_background: bool = False,
-    ) -> None:
-        self.recorder = recorder
-        self.launched = launched
-        self.called = called  # later than launched after a check, which has an event
-        self.returned = returned  # end of the launching call; 0: its time is recorded
-        self.amount, self.seq, self.group, self.op, self.peer = amount, seq, group, op, peer
-        self.in_background = in_background  # launched by another thread than the training one
-        self.is_done = False
-        self.on_end: Callable[[], None] | None = None  # called when the result is known
+    recorder: Recorder
+    launched: int
+    called: int
+    returned: int
+    amount: int
+    seq: int
+    group: int
+    op: int
+    peer: int
+    in_background: bool = False
+    is_done: bool = False
+    on_end: Callable[[], None] | None = None
 
     def _event(self, state: int, start: int, end: int) -> None:
         self.recorder.event(

@@ -39,6 +39,7 @@ from .collective_check import (
     CollectiveCheck,
     PendingCheck,
     is_checked,
+    option_of,
 )
 from .collective_in_flight import (
     BLOCKED,
@@ -329,7 +330,7 @@ def peer_of(op: Op, args: tuple[Any, ...]) -> int:
     """Return the root, or the other rank of a send or receive; -1 for symmetric collectives."""
     if op in POINT_TO_POINT_OPS:
         return int(args[1]) if len(args) > 2 else -1
-    return next((int(arg.rootRank) for arg in args if hasattr(arg, "rootRank")), -1)
+    return int(option_of(args, "rootRank", -1))
 
 
 def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., Any]:
@@ -418,8 +419,7 @@ def _note_gradients(
 
 def _is_blocking(args: tuple[Any, ...]) -> bool:
     """Return whether a collective has ended for the host when its call returns."""
-    options = next((arg for arg in args if hasattr(arg, "asyncOp")), None)
-    return options is not None and not options.asyncOp
+    return not option_of(args, "asyncOp", True)
 
 
 def _is_tensor(args: tuple[Any, ...]) -> bool:

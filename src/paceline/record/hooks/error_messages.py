@@ -101,7 +101,7 @@ def explain_error(error: BaseException) -> str | None:
 
 def _explain_shared_gpu(error: BaseException) -> str | None:
     """Explain NCCL's error for two ranks on one GPU; None for other errors."""
-    line = next((one for one in str(error).splitlines() if one.startswith(_SHARED_GPU)), None)
+    line = next((text for text in str(error).splitlines() if text.startswith(_SHARED_GPU)), None)
     return line and (
         f"NCCL refuses two ranks on one GPU ({line.strip()}). HINT: start at most one rank for "
         "each GPU, and call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the first "
@@ -141,16 +141,12 @@ def format_error(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     cause = _cause_of(error)
-    explanation = explain_error(cause or error)
-    if explanation:
-        return f"{_place(frames)}error: {explanation}\n"
-    if isinstance(error, ValueError) and frames and is_internal_file(frames[-1].filename):
-        return f"{_place(frames)}error: {error}\n"
-    gone = describe_peer_gone(cause or error)
-    if gone is not None:
-        return f"{_place(frames)}error: {gone}\n"
-    if cause is not None:
-        return f"{_place(frames)}error: {cause}\n"
+    is_of_user = isinstance(error, ValueError) and frames and is_internal_file(frames[-1].filename)
+    text = explain_error(cause or error) or (str(error) if is_of_user else None)
+    if text is None:
+        text = describe_peer_gone(cause or error) or (str(cause) if cause is not None else None)
+    if text is not None:
+        return f"{_place(frames)}error: {text}\n"
     # Every traceback begins with the frames that started the script, which do not help the user.
     outer = error.__traceback__
     while (

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..pending_value import PendingValue, is_capturing
 from ..ring.recorder import Recorder, now
 from ..ring.states import SQUARE_OFFSET, SQUARE_UNIT, Op, State
+from .collective_check import option_of
 from .hook_failures import failed_hooks, report_failure
 from .taps import SCALE_LOSS
 
@@ -91,8 +92,7 @@ class GradientNoise:
             return None  # which parameters were used
         if op != Op.REDUCE_SCATTER and not by_engine:
             return None  # of a norm over all ranks, or of a communication hook
-        options = next((arg for arg in args if hasattr(arg, "reduceOp")), None)
-        factor = _factor(options, group.size())
+        factor = _factor(option_of(args, "reduceOp"), group.size())
         backward = _in_backward()
         is_first = self._backward in (-1, backward)
         self._backward = backward
@@ -183,12 +183,10 @@ def _tensors(op: Op, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[to
     return [], []
 
 
-def _factor(options: Any, size: int) -> float:
+def _factor(reduction: Any, size: int) -> float:
     """Return what makes the mean of the inputs from the output; 0 if that is not known."""
-    if options is None:
-        return 0.0
     kinds = ((dist.ReduceOp.SUM, 1 / size), (dist.ReduceOp.AVG, 1.0))
-    return next((factor for kind, factor in kinds if options.reduceOp == kind), 0.0)
+    return next((factor for kind, factor in kinds if reduction == kind), 0.0)
 
 
 def _square(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

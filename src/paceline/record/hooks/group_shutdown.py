@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...security.processes import stat_fields
 from .taps import around
 
 POLL_INTERVAL_S = (
@@ -31,15 +32,9 @@ def wait_for_idle_threads() -> None:
 
 
 def _other_threads_run() -> bool:
-    own_id = str(threading.get_native_id())
-    for task in Path("/proc/self/task").glob("*"):
-        try:
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue  # the thread has ended
-        if task.name != own_id and state == "R":
-            return True
-    return False
+    others = {task.name for task in Path("/proc/self/task").glob("*")}
+    others.discard(str(threading.get_native_id()))
+    return any(stat_fields(f"self/task/{task}")[:1] == ["R"] for task in others)
 
 
 @functools.cache  # once for a module

@@ -19,7 +19,7 @@ def after_import(patches: dict[str, Patch]) -> None:
         else:
             _finder.patches.setdefault(name, []).append(patch)
     if _finder.patches and sys.meta_path[0] is not _finder:  # before finders of other libraries
-        sys.meta_path[:] = [_finder, *(one for one in sys.meta_path if one is not _finder)]
+        sys.meta_path[:] = [_finder, *(finder for finder in sys.meta_path if finder is not _finder)]
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -123,7 +123,7 @@ class _OwnLoops:
     def _fetch(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         if not self._is_recorded() or not self._tf.executing_eagerly():
             return fetch(iterator)
-        return self._loop.fetch(iterator, fetch, partial(_samples_in, self._tf))
+        return self._loop.fetch(fetch, iterator, partial(_samples_in, self._tf))
 
     def _call(self, call: Function, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self._traced is not None or not self._is_recorded():
@@ -163,7 +163,7 @@ def _recorded_step(
     given = iterator
     iterators.use(iterator)
     if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
-        batch = loop.fetch(iterator, partial(next_batch, model), partial(_samples_in, tf))
+        batch = loop.fetch(partial(next_batch, model), iterator, partial(_samples_in, tf))
         given = iter([batch])
     return loop.whole_step(model.optimizer, partial(step, given))
 

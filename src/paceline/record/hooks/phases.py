@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
+from .taps import parameters_of
 
 
 class UncopiedHook:
@@ -39,7 +40,7 @@ def has_users_hooks(parameter: torch.Tensor) -> bool:
     """Return whether the script or a library, not Paceline, has a hook on a gradient."""
     later = getattr(parameter, "_post_accumulate_grad_hooks", None)
     every = [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
-    return any(not isinstance(one, UncopiedHook) for one in every)
+    return any(not isinstance(hook, UncopiedHook) for hook in every)
 
 
 class PhaseRecorder:
@@ -91,7 +92,7 @@ class PhaseRecorder:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         known = {id(p) for model in self._models for p in model.parameters()}
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = set(map(id, parameters_of(optimizer)))
         if known & stepped or (not self._models and self.is_in_loop):
             self.watch_optimizer(optimizer)
             self._knows_optimizer = False

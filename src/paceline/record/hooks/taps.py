@@ -215,6 +215,12 @@ def on_step(
     on_import(_OPTIMIZERS, register)
 
 
+def parameters_of(*optimizers: Any) -> list[Any]:
+    """Return the parameters of optimizers."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def on_loss(note: Callable[[Any], None]) -> None:
     """Call ``note`` with each tensor whose backward begins, before a gradient scaler has scaled it.
 

@@ -17,7 +17,7 @@ from ..ring.states import State
 from . import group_shutdown, keras_training, taps
 from .collective_check import announce_check, make_check
 from .collectives import RecordedGroup, measure_wrapper_cost
-from .hook_failures import report_failure
+from .hook_failures import noting, report_failure
 from .horovod import operations as horovod_operations
 from .sharded.block_labels import label_param_groups
 from .taps import Function, Tap, on_import
@@ -30,15 +30,15 @@ def install(loop: LoopRecorder) -> None:
     """Patch torch in this process, now or when the script imports it."""
     recorder = loop.recorder
     taps.wrap_forwards(partial(_forwards, loop))
-    taps.BACKWARD.wrap(partial(recorded_backwards, loop))
+    taps.BACKWARD.wrap(partial(recorded_unless_busy, loop, loop.backward))
     taps.on_step(loop.before_step, loop.after_step)
     for tap in (
         *(taps.ZERO_GRADIENTS, *taps.CLIPPING),
         *(taps.SCALED_STEP, taps.UNSCALE, taps.UPDATE_SCALE),
     ):
         tap.wrap(partial(_of_optimizer, loop))
-    taps.BATCH.wrap(partial(_fetches, loop))
-    taps.EPOCH.wrap(partial(_iterators, loop))
+    taps.BATCH.wrap(partial(recorded_unless_busy, loop, loop.fetch))
+    taps.EPOCH.wrap(partial(recorded_unless_busy, loop, loop.open))
     for tap in (
         *(taps.SAVE, taps.SAVE_TENSORS, taps.SAVE_MODEL_TENSORS),
         *(taps.SHARED_SAVE, taps.SHARED_OLD_SAVE),
@@ -84,15 +84,17 @@ def _forwards(loop: LoopRecorder, original: Function) -> Function:
     return call
 
 
-def recorded_backwards(loop: LoopRecorder, original: Function) -> Function:
-    """Return the function that runs autograd's engine, with its calls recorded."""
+def recorded_unless_busy(
+    loop: LoopRecorder, record: Callable[..., Any], function: Function
+) -> Function:
+    """Return a function whose calls ``record`` makes, unless they are part of a recorded one."""
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if loop.busy or loop.ignores_thread():
-            return original(*args, **kwargs)
-        return loop.backward(original, args, kwargs)
+            return function(*args, **kwargs)
+        return record(function, *args, **kwargs)
 
-    return run_backward
+    return call
 
 
 def _of_optimizer(loop: LoopRecorder, function: Function) -> Function:
@@ -105,31 +107,11 @@ def _of_optimizer(loop: LoopRecorder, function: Function) -> Function:
     return chosen
 
 
-def _fetches(loop: LoopRecorder, fetch: Function) -> Function:
-    def next_batch(self: Any) -> Any:
-        if loop.busy or loop.ignores_thread():
-            return fetch(self)
-        return loop.fetch(self, fetch)
-
-    return next_batch
-
-
-def _iterators(loop: LoopRecorder, make: Function) -> Function:
-    def new_iterator(self: Any) -> Any:
-        if loop.busy or loop.ignores_thread():
-            return make(self)
-        return loop.open(self, make)
-
-    return new_iterator
-
-
+@noting("the profiler")
 def _give_way(recorder: Recorder, *_: Any) -> None:
     """End our kernel sampling, which uses PyTorch's profiler, when the script starts a session."""
-    try:
-        if recorder.kernel_sampler is not None:
-            recorder.kernel_sampler.give_way()
-    except Exception as error:
-        report_failure("the profiler", error)
+    if recorder.kernel_sampler is not None:
+        recorder.kernel_sampler.give_way()
 
 
 def _async_saves(recorder: Recorder, save: Function) -> Function:
@@ -197,7 +179,7 @@ def replace_group(c10d: Any, group: Any, other: Any) -> None:
         if group in table:
             table[other] = table.pop(group)
     for tagged in world.tags_to_pg.values():
-        tagged[:] = [other if one is group else one for one in tagged]
+        tagged[:] = [other if known is group else known for known in tagged]
     if group.bound_device_id is not None:
         other.bound_device_id = group.bound_device_id
     other._set_group_name(name)

@@ -22,7 +22,7 @@ from ..loop.iterations import TrainingLoop
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
 from .batch_size import fingerprint_of, samples_in
-from .hook_failures import failed_hooks, report_failure
+from .hook_failures import failed_hooks, noting, report_failure
 
 MAX_FINGERPRINTS = 4  # of the first batches that are trained; the report compares ranks by them
 _FETCH, _FORWARD, _BACKWARD = "the DataLoader", "the model's forward", "the backward"
@@ -70,8 +70,8 @@ class LoopRecorder:
 
     def fetch(
         self,
-        iterator: Any,
         fetch: Callable[[Any], Any],
+        iterator: Any,
         count: Callable[[Any], int] | None = None,
     ) -> Any:
         """Fetch the next batch of a loader's iterator, and record its time and samples.
@@ -108,13 +108,11 @@ class LoopRecorder:
             report_failure(_FETCH, error)
         return batch
 
+    @noting(_FETCH)
     def _end_iterator(self, iterator: int, iterator_start: int) -> None:
-        try:
-            self._loop.exhausted(iterator, iterator_start)
-        except Exception as error:
-            report_failure(_FETCH, error)
+        self._loop.exhausted(iterator, iterator_start)
 
-    def open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+    def open(self, make: Callable[[Any], Any], loader: Any) -> Any:
         """Make a loader's iterator and its workers, recorded as a wait for input."""
         start = now()
         self.recorder.begin(_INPUT, start)
@@ -197,7 +195,7 @@ class LoopRecorder:
 
     # Gradients
 
-    def backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run autograd's engine and record the backward."""
         if _BACKWARD in failed_hooks:
             return run(*args, **kwargs)
@@ -223,25 +221,21 @@ class LoopRecorder:
 
     # The optimizer
 
+    @noting(_STEP)
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.stopped or _STEP in failed_hooks:
+        thread = get_ident()
+        if self.stopped or (thread != self._thread and not self._takes_over(thread)):
             return
-        try:
-            thread = get_ident()
-            if thread != self._thread and not self._takes_over(thread):
-                return
-            running = self._running_optimizer()
-            if running is not None and running is not optimizer and is_stepping(running):
-                return  # an optimizer inside another optimizer's step
-            if self._running_module is not None:  # its forward contains the training loop
-                self._loop_modules.add(self._running_module)
-                self._models.discard(self._running_module)
-                self.busy, self._running_module = False, None
-            self._other_thread = 0
-            self._running_optimizer = weakref.ref(optimizer)
-            self._step_start = now()
-        except Exception as error:
-            report_failure(_STEP, error)
+        running = self._running_optimizer()
+        if running is not None and running is not optimizer and is_stepping(running):
+            return  # an optimizer inside another optimizer's step
+        if self._running_module is not None:  # its forward contains the training loop
+            self._loop_modules.add(self._running_module)
+            self._models.discard(self._running_module)
+            self.busy, self._running_module = False, None
+        self._other_thread = 0
+        self._running_optimizer = weakref.ref(optimizer)
+        self._step_start = now()
 
     def _takes_over(self, thread: int) -> bool:
         """Return whether an optimizer step in another thread is one of the training.

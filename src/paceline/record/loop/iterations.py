@@ -14,12 +14,10 @@ alive. A loader's iterator has a number (its id) that another one may get after 
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..ring.states import State
-
-# Assign the samples of fetched batches to training steps. Needs no torch.
-
 
 # Batches fetched before their backward. If there are more, the script only reads the data.
 MAX_BATCHES_AHEAD = 16
@@ -110,6 +108,7 @@ def _no_object() -> None:
     return None
 
 
+@dataclass(slots=True, eq=False)
 class Iteration:
     """One iteration of a loop over a loader: from one fetch to the next.
 
@@ -124,18 +123,19 @@ class Iteration:
         is_training: Whether a backward, or a forward with gradient in training mode, belongs to it.
     """
 
-    __slots__ = (
-        *("fingerprint", "forwards", "has_eval_forward", "is_training", "iterator"),
-        *("iterator_start", "key", "model", "samples", "start"),
-    )
+    iterator: int
+    start: int
+    samples: int = 0
+    iterator_start: int = 0
+    fingerprint: int = 0
+    model: int = 0
+    has_eval_forward: bool = False
+    is_training: bool = False
+    forwards: list[tuple[int, int]] = field(default_factory=list)
+    key: tuple[int, int] = field(init=False)
 
-    def __init__(self, iterator: int, start: int, samples: int = 0, iterator_start: int = 0):
-        self.iterator, self.iterator_start = iterator, iterator_start
-        self.key = (iterator, iterator_start)
-        self.start, self.samples = start, samples
-        self.model = self.fingerprint = 0
-        self.has_eval_forward = self.is_training = False
-        self.forwards: list[tuple[int, int]] = []
+    def __post_init__(self) -> None:
+        self.key = (self.iterator, self.iterator_start)
 
     @property
     def may_be_evaluation(self) -> bool:
@@ -218,8 +218,7 @@ class TrainingLoop:
             if self._new_iterator[0] == iterator:
                 start = iterator_start = self._new_iterator[1]
             self._new_iterator = (0, 0)
-        iteration = Iteration(iterator, start, samples, iterator_start)
-        iteration.fingerprint = fingerprint
+        iteration = Iteration(iterator, start, samples, iterator_start, fingerprint)
         self._iterations.append(iteration)
         if len(self._iterations) > MAX_NESTED_LOADERS:
             del self._iterations[0]

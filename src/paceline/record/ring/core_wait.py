@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def native_thread_id(ident: int) -> int | None:
     """
     if ident == threading.main_thread().ident:
         return os.getpid()
-    return next((one.native_id for one in threading.enumerate() if one.ident == ident), None)
+    threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
+    return threads.get(ident)
 
 
 MIN_WAIT_NS = 50_000  # a shorter wait is added to the next one, so that it costs no event
@@ -44,6 +46,29 @@ _now = time.monotonic_ns
 ThreadTimes = dict[str, tuple[int, int]]  # by id of the thread
 
 
+class ThreadSchedule:
+    """Reader of the times of a thread of this process, of a file that is kept open."""
+
+    def __init__(self, ident: int) -> None:
+        """ident: ``threading.get_ident()`` of the thread."""
+        self._fd = -1
+        with suppress(OSError):  # not Linux, or a kernel without these counters
+            place = f"/proc/self/task/{native_thread_id(ident)}/schedstat"
+            self._fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> tuple[int, int] | None:
+        """Return the ns that the thread ran, and that it waited for a core; None if unknown."""
+        try:
+            ran, waited, _ = os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()
+            return int(ran), int(waited)
+        except (OSError, ValueError):  # the thread ended, or the script closed the file
+            return None
+
+    def close(self) -> None:
+        with suppress(OSError):  # closed by the script
+            os.close(self._fd)
+
+
 class TrainingCoreWait:
     """The run delay of the training thread, from one reading to the next.
 
@@ -52,7 +77,8 @@ class TrainingCoreWait:
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self._thread, self._fd = 0, -1
+        self._thread = 0
+        self._schedule: ThreadSchedule | None = None
         self._at, self._waited = _now(), 0
         self.reads = 0
 
@@ -66,39 +92,29 @@ class TrainingCoreWait:
             return
         if self._thread != self._recorder.training_thread:
             self._open()
-        if self._fd < 0:
-            return
-        try:
-            waited = int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1])
-        except (OSError, ValueError, IndexError):  # the thread ended, or the script closed the file
-            self._fd = -1
+        times = self._schedule.read() if self._schedule is not None else None
+        if times is None:
+            self._schedule = None  # without closing: the number of its file may be another one's
             return
         self.reads += 1
         start, self._at = self._at, _now()
-        if waited - self._waited >= MIN_WAIT_NS:
-            delay, self._waited = waited - self._waited, waited
+        if times[1] - self._waited >= MIN_WAIT_NS:
+            delay, self._waited = times[1] - self._waited, times[1]
             self._recorder.event(State.STARVED, start, self._at, amount=delay)
 
     def _open(self) -> None:
         """Open the counters of the thread that trains now, and begin with its next reading."""
         self.close()
         self._thread = self._recorder.training_thread
-        try:
-            place = f"/proc/self/task/{native_thread_id(self._thread)}/schedstat"
-            self._fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-            self._waited = int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1])
-        except (OSError, ValueError, IndexError):  # not Linux, or a kernel without these counters
-            self.close()
+        self._schedule = ThreadSchedule(self._thread)
+        _, self._waited = self._schedule.read() or (0, 0)
         self._at = _now()
 
     def close(self) -> None:
         """Close the kept file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            try:
-                os.close(fd)
-            except OSError:
-                pass  # closed by the script
+        if self._schedule is not None:
+            self._schedule.close()
+            self._schedule = None
 
 
 class OtherCoreWait:
@@ -116,7 +132,8 @@ class OtherCoreWait:
         began = time.thread_time_ns()
         training = str(native_thread_id(self._recorder.training_thread))
         own = thread_times(["self"])
-        self._write(CoreWait.THREADS, {one: own[one] for one in own.keys() - {training}}, at)
+        own.pop(training, None)
+        self._write(CoreWait.THREADS, own, at)
         self._write(CoreWait.CHILDREN, thread_times(child_pids()), at)
         cost = time.thread_time_ns() - began
         self._at, self._due = at, at + max(SAMPLE_INTERVAL_NS, int(cost / MAX_COST_SHARE))

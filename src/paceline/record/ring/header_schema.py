@@ -12,7 +12,7 @@ from msgspec import Meta
 from ...plurals import counted
 from ...security.files import InvalidFileError
 from ...security.schema import parse_json
-from ...security.text import printable
+from ...security.text import printable_tree
 
 MAX_RANKS = 1 << 20
 MAX_RESTARTS = 1 << 20
@@ -194,7 +194,7 @@ class DdpOptions(TypedDict):
 
 
 class GrowingContainer(TypedDict):
-    """A container that grows in each step (record/experiments/growing_containers.py)."""
+    """A container that grows in each step (record/experiments/observer.py)."""
 
     name: str
     kind: str
@@ -312,8 +312,8 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
         if int(number) > MAX_GROUP_NUMBER:
             raise InvalidFileError(name, f"has a process group of the number {number}")
         if group["rank"] >= group["size"]:
-            said = f"rank {group['rank']} of {group['size']}"
-            raise InvalidFileError(name, f"has {said} in the process group {group['name']}")
+            place = f"rank {group['rank']} of {group['size']}"
+            raise InvalidFileError(name, f"has {place} in the process group {group['name']}")
     return about
 
 
@@ -328,10 +328,4 @@ def _is_place(mesh: MeshPlace, size: int) -> bool:
 
 def without_line_breaks(tree: Any) -> Any:
     """Return the tree with line breaks removed from its strings, which are printed within lines."""
-    if isinstance(tree, str):
-        return printable(tree)
-    if isinstance(tree, dict):
-        return {without_line_breaks(key): without_line_breaks(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(without_line_breaks, tree))
-    return tree
+    return printable_tree(tree, lines=False)

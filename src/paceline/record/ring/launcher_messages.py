@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import Any
 
+from ...security.files import write_all
 from ...security.terminal import for_terminal
 
 _lock = threading.Lock()
@@ -23,8 +24,7 @@ def send_to_launcher(**message: Any) -> bool:
     data = (json.dumps(message) + "\n").encode()
     try:
         with _lock:
-            while data:
-                data = data[os.write(int(fd), data) :]
+            write_all(int(fd), data)
     except OSError:  # the launcher has ended; stderr may still be read
         return False
     return True

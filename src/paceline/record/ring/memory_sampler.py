@@ -23,7 +23,7 @@ class MemorySampler:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._due = 0
-        self._cgroups = _limited_cgroups()
+        self._cgroups = [x for x in _control_groups() if _limit_and_usage(x)]
         self._device_fails = False
 
     def sample(self, at: int) -> None:
@@ -46,7 +46,7 @@ class MemorySampler:
         self._recorder.event(State.MEMORY, at, at, amount=max(count, 0), peer=kind)
 
     def _available(self) -> int:
-        found = [_mem_available()]
+        found = [available_memory()]
         found += [left for folder in self._cgroups if (left := _left_in(folder)) is not None]
         return min(found)
 
@@ -69,52 +69,62 @@ def own_memory() -> int:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
-def _mem_available() -> int:
+def available_memory() -> int:
+    """Return the bytes of the node that new allocations may use, by the kernel's estimate."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ValueError("/proc/meminfo has no MemAvailable")
 
 
-def _limited_cgroups() -> list[Path]:
-    """Return the folders of the cgroups that limit the memory of this process."""
+def memory_limits() -> list[tuple[int, int]]:
+    """Return (allowed bytes, used bytes) of each control group of this process with a limit.
+
+    Control groups of versions 1 and 2 and their parents are included.
+    """
+    return [found for folder in _control_groups() if (found := _limit_and_usage(folder))]
+
+
+def _control_groups() -> list[Path]:
+    """Return the folders of the control groups of this process for memory, and their parents."""
     found: list[Path] = []
     try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            top = CGROUPS / controllers
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        tops = [CGROUPS, CGROUPS / "unified"] if not controllers else []
+        if "memory" in controllers.split(","):
+            tops = [CGROUPS / "memory"]
+        for top in tops:
             place = Path(os.path.normpath(top / name.lstrip("/")))
             folders = [place, *place.parents] if place.is_relative_to(top) else [top]
-            found += [x for x in folders if x.is_relative_to(top) and _limit(x) is not None]
-    except (OSError, ValueError):
-        pass
+            found += [folder for folder in folders if folder.is_relative_to(top)]
     return found
 
 
-def _limit(folder: Path) -> int | None:
-    """Return the memory limit of a cgroup in bytes; None if it has none."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
+def _limit_and_usage(folder: Path) -> tuple[int, int] | None:
+    """Return the memory limit of a control group, and its use, in bytes; None without a limit."""
+    for names in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
         try:
-            limit = int((folder / name).read_text())
+            limit, used = (int((folder / name).read_text()) for name in names)
         except (OSError, ValueError):  # "max": no limit
             continue
-        return limit if limit < UNLIMITED_BYTES else None
+        return (limit, used) if limit < UNLIMITED_BYTES else None
     return None
 
 
 def _left_in(folder: Path) -> int | None:
     """Return the bytes that a cgroup may still use; its page cache can be reclaimed."""
-    limit = _limit(folder)
-    if limit is None:
+    if (found := _limit_and_usage(folder)) is None:
         return None
-    for name in ("memory.current", "memory.usage_in_bytes"):
-        try:
-            used = int((folder / name).read_text())
-            stat = dict(x.split(" ", 1) for x in (folder / "memory.stat").read_text().splitlines())
-            cache = sum(int(stat.get(key, 0)) for key in ("active_file", "inactive_file"))
-            return limit - used + cache
-        except (OSError, ValueError):
-            continue
-    return None
+    try:
+        stat = dict(x.split(" ", 1) for x in (folder / "memory.stat").read_text().splitlines())
+        cache = sum(int(stat.get(key, 0)) for key in ("active_file", "inactive_file"))
+    except (OSError, ValueError):
+        return None
+    return found[0] - found[1] + cache

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...security.processes import kernel_id, start_ticks
 from ...version import __version__
 from .core_wait import TrainingCoreWait
 from .launcher_messages import notify
@@ -318,10 +319,8 @@ _CACHE_BYTES = 4 << 20  # larger than the cache of one core
 
 def _process_start() -> int:
     """Return the start time of this process on the clock of ``now()``."""
-    try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-    except OSError:  # not Linux
+    ticks = start_ticks(os.getpid())
+    if ticks is None:  # not Linux
         return now()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return now() - int(age * 1e9)
@@ -370,11 +369,7 @@ def _binding() -> dict[str, Any]:
 
 def clock_id() -> str:
     """Return an id of the clock of ``now()``, equal for processes whose times are comparable."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/time')}"
-    except OSError:  # not Linux, or an old one
-        return socket.gethostname()
+    return kernel_id("time") or socket.gethostname()
 
 
 def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .core_wait import child_pids, native_thread_id
+from ...security.processes import stat_fields
+from .core_wait import child_pids, native_thread_id, thread_times
 from .recorder import now
-from .stack_sampler import LIBRARY_PREFIXES, frame_line
+from .stack_sampler import frame_line, script_frame
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = mmap.PAGESIZE
@@ -43,12 +44,13 @@ def read_usage() -> dict[str, float]:
     - squeezed: Time in which at least one process of the host waited for memory.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
-    thread, delayed = _schedstat("thread-self")
+    threads = thread_times(["self"])
+    ran, waited = threads.pop(str(threading.get_native_id()), (0, 0))
     return {
         "seconds": now() / 1e9,
-        "thread": thread,
-        "delayed": delayed,
-        "crowded": _crowded() - delayed,
+        "thread": ran / 1e9,
+        "delayed": waited / 1e9,
+        "crowded": sum(waited for _, waited in threads.values()) / 1e9,
         "process": used.ru_utime + used.ru_stime,
         "system": used.ru_stime,
         "children": sum(map(sum, map(cpu_seconds, child_pids()))),
@@ -65,11 +67,10 @@ def usage_between(before: dict[str, float], after: dict[str, float]) -> dict[str
 
 def cpu_seconds(pid: str) -> tuple[float, float]:
     """Return the CPU seconds of a process in user mode and in the kernel."""
-    try:
-        after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(after[11]) / TICKS, int(after[12]) / TICKS
-    except (OSError, ValueError, IndexError):  # the process has just ended
+    fields = stat_fields(pid)
+    if not fields:  # the process has just ended
         return 0.0, 0.0
+    return int(fields[11]) / TICKS, int(fields[12]) / TICKS
 
 
 def bytes_read(pid: str) -> tuple[int, int]:
@@ -82,24 +83,6 @@ def bytes_read(pid: str) -> tuple[int, int]:
         return int(words[1]), int(words[words.index("read_bytes:") + 1])
     except (OSError, ValueError, IndexError):
         return 0, 0
-
-
-def _schedstat(place: str) -> tuple[float, float]:
-    """Return the seconds a thread ran on a core, and the seconds it waited for a core."""
-    try:
-        ran, waited, _ = Path(f"/proc/{place}/schedstat").read_text().split()
-        return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):
-        return 0.0, 0.0
-
-
-def _crowded() -> float:
-    """Return the seconds that all live threads of this process waited for a core."""
-    try:
-        threads = os.listdir("/proc/self/task")
-    except OSError:
-        return 0.0
-    return sum(_schedstat(f"self/task/{thread}")[1] for thread in threads)
 
 
 def _host() -> float:
@@ -147,17 +130,14 @@ class OtherThreads:
             return {}
         most = max(spent, key=spent.__getitem__)
         found: dict[str, Any] = {"seconds": sum(spent.values()), "name": most.name[:40]}
-        frame = sys._current_frames().get(most.ident or 0)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
-            frame = frame.f_back
-        if frame is not None:
+        if frame := script_frame(sys._current_frames().get(most.ident or 0)):
             found |= {"file": frame.f_code.co_filename[-120:], "line": frame_line(frame)}
         return found
 
     def _seconds(self) -> dict[threading.Thread, float]:
-        mine = threading.current_thread()
+        mine, times = threading.current_thread(), thread_times(["self"])
         return {
-            thread: _schedstat(f"self/task/{native_thread_id(thread.ident or 0)}")[0]
+            thread: times.get(str(native_thread_id(thread.ident or 0)), (0, 0))[0] / 1e9
             for thread in threading.enumerate()
             if thread is not mine and not thread.name.startswith(OWN)
         }

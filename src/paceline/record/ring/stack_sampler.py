@@ -52,9 +52,9 @@ def code_line(code: CodeType, offset: int) -> int:
             return number
         if start <= offset:
             before = number or before
-    for one in dis.get_instructions(code):
-        if one.opcode in _JUMPS and one.argval == offset and one.positions:
-            return one.positions.lineno or before
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in _JUMPS and instruction.argval == offset and instruction.positions:
+            return instruction.positions.lineno or before
     return before
 
 
@@ -75,6 +75,18 @@ _SITES = tuple(
     )
 )
 LIBRARY_PREFIXES = (sysconfig.get_path("stdlib") + os.sep, *_SITES, _PACKAGE, "<")
+
+
+def is_script(code: CodeType) -> bool:
+    """Return whether code is of the script, and of no library."""
+    return not code.co_filename.startswith(LIBRARY_PREFIXES)
+
+
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the script's code, from a frame on; None if there is none."""
+    while frame is not None and not is_script(frame.f_code):
+        frame = frame.f_back
+    return frame
 
 
 class StackSampler:
@@ -124,7 +136,7 @@ class StackSampler:
         iterates = False
         at: FrameType | None = frame
         while at is not None:
-            if not at.f_code.co_filename.startswith(LIBRARY_PREFIXES):
+            if is_script(at.f_code):
                 own = own or at
                 code = linecache.getline(at.f_code.co_filename, frame_line(at)).strip()
                 iterates |= code.startswith(("for ", "async for ")) or "next(" in code

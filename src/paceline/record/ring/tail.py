@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...security.files import InvalidFileError, open_regular
+from ...security.processes import stat_fields
 from .header_schema import RecordHeader, parse_header
 from .ring import (
     COUNTER,
@@ -94,11 +95,10 @@ def _slot_ranges(first: int, last: int, capacity: int) -> list[tuple[int, int]]:
 def read_tails(folder: Path, most: int, attempt: int | None = None) -> list[Tail]:
     """Return the tails of all rings in a running job's folder, of one attempt or of all."""
     found = list(_iter_tails(folder, most, attempt))
-    if any(one.process for one in found):
+    if any(tail.process for tail in found):
         return found
-    return [
-        replace(one, process="?") for one in found
-    ]  # the job runs, so processes exist but are not visible
+    # the job runs, so processes exist but are not visible
+    return [replace(tail, process="?") for tail in found]
 
 
 def _iter_tails(folder: Path, most: int, attempt: int | None) -> Iterator[Tail]:
@@ -144,9 +144,5 @@ def read_header(data: bytes, name: str = "the record") -> RecordHeader:
 
 def process_state(pid: int) -> str:
     """Return the letter of a process's state; "" if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "" if state in "ZX" else state
+    state = "".join(stat_fields(pid)[:1])
+    return "" if state in ("Z", "X") else state

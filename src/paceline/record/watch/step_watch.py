@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..hooks import taps
-from ..hooks.hook_failures import failed_hooks, report_failure
+from ..hooks.hook_failures import noting, report_failure
 from ..pending_value import PendingValue, is_capturing
 from ..ring.launcher_messages import send_to_launcher
 from ..ring.recorder import Recorder
@@ -48,10 +48,10 @@ def parameter_bits(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         aligned = tensor.is_contiguous() and tensor.data_ptr() % 8 == 0
         if aligned and tensor.nbytes % 8 == 0:  # ten times as fast as widening each element
             tensor = tensor.flatten().view(torch.int64)
-        one = tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
-        if total is not None and total.device != one.device:
-            one = one.to(total.device)
-        total = one if total is None else total * _FACTOR + one
+        bits = tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+        if total is not None and total.device != bits.device:
+            bits = bits.to(total.device)
+        total = bits if total is None else total * _FACTOR + bits
     return total
 
 
@@ -150,16 +150,11 @@ class StepWatch:
             self.flush()  # steps come before what is logged after them
             send_to_launcher(logged=numbers, step=self.recorder.step, seen=self.seen)
 
+    @noting(_HOOK)
     def after_step(self, samples: int) -> None:
         """Note the end of an optimizer step that trained ``samples`` samples on this rank."""
-        if _HOOK in failed_hooks or is_capturing():
+        if is_capturing():
             return
-        try:
-            self._after_step(samples)
-        except Exception as error:
-            report_failure(_HOOK, error)
-
-    def _after_step(self, samples: int) -> None:
         step, now = self.recorder.step, time.monotonic()
         if not self._steps:
             self.seen = max(step - 1, 0) * samples
@@ -168,17 +163,9 @@ class StepWatch:
         norm = _total_norm(self._norms) if self._norms else None
         bits = self._checksum(step, now - self._last_step if self._last_step else 0.0)
         self._last_step = time.monotonic()
-        self._waiting.append(
-            _Step(
-                step,
-                self.seen,
-                samples,
-                self._losses,
-                self._rate,
-                PendingValue(norm) if norm is not None else None,
-                bits,
-            )
-        )
+        pending_norm = PendingValue(norm) if norm is not None else None
+        place = (step, self.seen, samples)
+        self._waiting.append(_Step(*place, self._losses, self._rate, pending_norm, bits))
         self._losses, self._norms, self._rate = [], [], None
         if not self._model_sent:
             self._send_model()
@@ -190,8 +177,7 @@ class StepWatch:
         if step < self._bits_due:
             return None
         start = time.monotonic()
-        parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
-        total = parameter_bits(parameters)
+        total = parameter_bits(taps.parameters_of(*self._optimizers))
         # the shortest one: others may have waited for a core
         self._bits_s = min(self._bits_s, time.monotonic() - start)
         if step_s > 0:
@@ -204,8 +190,7 @@ class StepWatch:
 
     def _send_model(self) -> None:
         self._model_sent = True
-        groups = [g for o in self._optimizers for g in o.param_groups]
-        parameters = [p for g in groups for p in g["params"]]
+        parameters = taps.parameters_of(*self._optimizers)
         send_to_launcher(
             model={
                 "shapes": [list(p.shape) for p in parameters[:MAX_SHAPES]],
@@ -231,34 +216,24 @@ class StepWatch:
 
     # Hooks
 
+    @noting(_HOOK)
     def _on_loss(self, loss: torch.Tensor) -> None:
-        if self.ignores_backward or _HOOK in failed_hooks:
-            return
-        try:
+        if not self.ignores_backward:
             self.note_loss(loss)
-        except Exception as error:
-            report_failure(_HOOK, error)
 
+    @noting(_HOOK)
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if _HOOK in failed_hooks or is_capturing():
+        if is_capturing():
             return
-        try:
-            if not any(optimizer is known for known in self._optimizers):
-                self._optimizers.append(optimizer)
-            if self._rate is None:
-                self._rate = PendingValue(
-                    torch.as_tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
-                )
-            gradients = [
-                p.grad
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None and is_whole(p.grad)
-            ]
-            if gradients:
-                self._norms.append(_total_norm(torch._foreach_norm(gradients)))
-        except Exception as error:
-            report_failure(_HOOK, error)
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        if self._rate is None:
+            rate = optimizer.param_groups[0]["lr"]
+            self._rate = PendingValue(torch.as_tensor(rate, dtype=torch.float64))
+        each = (parameter.grad for parameter in taps.parameters_of(optimizer))
+        gradients = [grad for grad in each if grad is not None and is_whole(grad)]
+        if gradients:
+            self._norms.append(_total_norm(torch._foreach_norm(gradients)))
 
 
 def _total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -101,8 +101,8 @@ class StackDescriber:
     def _activity(
         self, frame: FrameType, offset: int, library: list[FrameType]
     ) -> tuple[Activity, str]:
-        names = [(_module(one), one.f_code) for one in library]
-        names = [one for one in names if not _is_of(one[0], (_PACKAGE,)) or ".comm." in one[0]]
+        names = [(_module(inner), inner.f_code) for inner in library]
+        names = [name for name in names if not _is_of(name[0], (_PACKAGE,)) or ".comm." in name[0]]
         if not names:
             return self._called(frame, offset)
         for module, code in reversed(names):
@@ -127,7 +127,7 @@ class StackDescriber:
         if _is_of(module, _FILE_MODULES):
             return Activity.FILE, _function(module, code)
         if _is_of(module, ("torch",)):
-            shown = next((one for one in names if not _is_of(one[0], _TORCH_INTERNAL)), names[0])
+            shown = next((name for name in names if not _is_of(name[0], _TORCH_INTERNAL)), names[0])
             return Activity.TORCH, _function(*shown)
         if called == Activity.TORCH:
             return called, what
@@ -160,7 +160,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == one or module.startswith(f"{one}.") for one in packages)
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def _function(module: str, code: CodeType) -> str:

@@ -6,11 +6,12 @@ a new one is described. A function that several lines call has one site for each
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 from ...ring.recorder import Recorder
-from ...ring.stack_sampler import LIBRARY_PREFIXES
+from ...ring.stack_sampler import is_script
 from ...ring.states import Op
 from .activity import Described, StackDescriber, StackTable
 from .sidecar import MAX_COLLECTIVE_SITES, MAX_SAMPLES, CollectiveKind, CollectiveSite
@@ -31,14 +32,18 @@ _GATHERS = (Op.ALL_GATHER, Op.GATHER, Op.SCATTER)
 _Key = tuple[int, ...]
 
 
+@dataclass(slots=True)
 class _Site:
-    """One place that calls collectives. codes: keeps the code objects of the key alive."""
+    """One place that calls collectives."""
 
-    def __init__(self, number: int, described: Described, codes: list[CodeType]) -> None:
-        self.number, self.described, self.codes = number, described, codes
-        self.kind: CollectiveKind | None = None  # None: not decided yet
-        self.guess = CollectiveKind.OTHER  # by the last call
-        self.probed = self.bytes = self.count = 0
+    number: int
+    described: Described
+    codes: list[CodeType]  # keeps the code objects of the key alive
+    kind: CollectiveKind | None = None  # None: not decided yet
+    guess: CollectiveKind = CollectiveKind.OTHER  # by the last call
+    probed: int = 0
+    bytes: int = 0
+    count: int = 0
 
 
 class CollectiveCalls:
@@ -143,7 +148,7 @@ def _key(frame: FrameType, op: int, backward: bool) -> tuple[_Key, list[CodeType
         code = at.f_code
         key += (id(code), at.f_lasti)
         codes.append(code)
-        users += not code.co_filename.startswith(LIBRARY_PREFIXES)
+        users += is_script(code)
         at = at.f_back
     return tuple(key), codes
 
@@ -151,7 +156,7 @@ def _key(frame: FrameType, op: int, backward: bool) -> tuple[_Key, list[CodeType
 def _library_functions(frame: FrameType) -> Iterator[tuple[str, str]]:
     """Yield module and name of the functions inside of the innermost line of the user's code."""
     at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename.startswith(LIBRARY_PREFIXES):
+    while at is not None and not is_script(at.f_code):
         yield str(at.f_globals.get("__name__", "")), at.f_code.co_name
         at = at.f_back
 

@@ -1,10 +1,15 @@
 """The line profile of one rank: samples of its training thread and of its loader workers."""
 
+import contextlib
+import ctypes
 import functools
+import gc
 import mmap
 import os
+import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,13 +18,13 @@ from typing import Any, Concatenate, ParamSpec
 from ....security.files import read_regular
 from ....security.schema import load_json
 from ...hooks.taps import Function, Tap
+from ...ring.core_wait import ThreadSchedule
 from ...ring.launcher_messages import notify
 from ...ring.recorder import Recorder, now
 from ...ring.resource_usage import FileOpenCounter
 from ...ring.ring import PROFILE_SUFFIX
-from .activity import Described, Place, StackTable, function_name
+from .activity import Described, Place, StackDescriber, StackTable, function_name
 from .collective_calls import CollectiveCalls
-from .sampler import MEAN_INTERVAL_S, LineSampler
 from .sidecar import (
     MAX_PROFILE_BYTES,
     MAX_SAMPLES,
@@ -30,6 +35,143 @@ from .sidecar import (
     WorkerTime,
     write_json,
 )
+
+# Sampler of a thread's stack, which books the time of each sample to a line without bias.
+#
+# A sampler that needs the interpreter lock runs only when the sampled thread releases it. Three
+# things keep the shares right all the same:
+#
+# - The time to the next sample is random and almost memoryless (exponential), so samples cannot
+#   fall into step with the training.
+# - A sample stands for the mean time between samples plus its own delay. A call of C that holds the
+#   lock delays the sampler to its end, so the delay is the call's time. The time before the sample
+#   was due is not only this line's: booking the whole time since the previous sample to it would
+#   favour long calls.
+# - Python code keeps the lock for the switch interval (5 ms) when another thread asks for it. In
+#   that time the thread may reach an operator of torch, which releases the lock, and the sample
+#   would be that operator's. While the sampler runs, the switch interval is therefore short, and
+#   the timer of the sampler's thread is exact: Linux lets threads sleep 50 us longer by default.
+
+MEAN_INTERVAL_S = 0.01
+MIN_INTERVAL_SHARE, MAX_INTERVAL_SHARE = 0.1, 10.0  # of the mean interval
+SWITCH_INTERVAL_S = 5e-6
+LOOK_INTERVAL_S = 0.005  # the same while the sampler looks at a stack
+_PR_SET_TIMERSLACK = 29
+
+# Takes the time (ns), the delay (ns), the stack, and since the sample before: time on a core, time
+# of waiting for a core and time of collecting garbage (ns).
+TakeSample = Callable[[int, int, Described, int, int, int], None]
+
+
+class LineSampler:
+    """Background thread that samples one thread of this process from start() to stop().
+
+    Args:
+        thread: The sampled thread.
+        take: Receives each sample, in the sampler's thread.
+        last_opened: Returns the path of the file that the thread opened last; "" if unknown.
+        is_on: Whether to sample now; asked at each wake-up.
+        interval_s: Mean time from a sample to the time at which the next one is due.
+        root: Code of the outermost function that belongs to the thread's work. A forked process
+            has the stack of its parent below it.
+    """
+
+    def __init__(
+        self,
+        thread: int,
+        take: TakeSample,
+        last_opened: Callable[[int], str] = lambda thread: "",
+        is_on: Callable[[], bool] = lambda: True,
+        interval_s: float = MEAN_INTERVAL_S,
+        root: CodeType | None = None,
+    ) -> None:
+        self._sampled, self._take = thread, take
+        self._last_opened, self._is_on, self._interval_s = last_opened, is_on, interval_s
+        self._describer = StackDescriber(root)
+        self._random = random.Random()  # the script's own generator must not change
+        self._end = threading.Event()
+        self._garbage_ns = self._collection_start = 0
+        self._thread: threading.Thread | None = None
+        self.cost_ns = 0  # CPU time of sampling
+
+    def start(self) -> None:
+        self._end.clear()
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gc.callbacks.append(self._on_collection)
+        self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop sampling, and wait until the last sample is stored."""
+        if self._thread is None:
+            return
+        self._end.set()
+        self._thread.join()
+        self._thread = None
+        if abs(sys.getswitchinterval() - SWITCH_INTERVAL_S) < 1e-7:  # not changed by the script
+            sys.setswitchinterval(self._switch_interval)
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, _: dict[str, Any]) -> None:
+        if threading.get_ident() == self._sampled:
+            if phase == "start":
+                self._collection_start = now()
+            elif self._collection_start:
+                self._garbage_ns += now() - self._collection_start
+                self._collection_start = 0
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(OSError, AttributeError):  # not Linux
+                ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread, in ns
+            schedule = ThreadSchedule(self._sampled)
+            try:
+                self._sample(schedule)
+            finally:
+                schedule.close()
+                self.cost_ns += time.thread_time_ns()
+        except Exception as error:  # must not print a stack between the script's output
+            notify(f"warning: Paceline's line sampler failed and is off: {error!r}\n")
+
+    def _sample(self, schedule: ThreadSchedule) -> None:
+        ran, delayed = schedule.read() or (0, 0)
+        least, most = (self._interval_s * x for x in (MIN_INTERVAL_SHARE, MAX_INTERVAL_SHARE))
+        rate = 1 / (self._interval_s - least)
+        while True:
+            interval = min(least + self._random.expovariate(rate), most)
+            due = now() + int(interval * 1e9)
+            if self._end.wait(interval):
+                return
+            at = now()
+            if not self._is_on():
+                ran, delayed = schedule.read() or (0, 0)
+                continue
+            # Read the stack first: a system call would release the interpreter lock, and so would
+            # the short switch interval.
+            sys.setswitchinterval(LOOK_INTERVAL_S)
+            frame = sys._current_frames().get(self._sampled)
+            described = self._describer.describe(frame) if frame is not None else None
+            del frame
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            if described is None:
+                return
+            places, activity, what = described
+            garbage, self._garbage_ns = self._garbage_ns, 0
+            if activity == Activity.FILE:
+                what = self._last_opened(self._sampled) or what
+            ran_before, delayed_before = ran, delayed
+            ran, delayed = schedule.read() or (0, 0)
+            self._take(
+                at,
+                max(at - due, 0),
+                (places, activity, what),
+                ran - ran_before,
+                delayed - delayed_before,
+                garbage,
+            )
+
 
 # Samples of the worker processes of a DataLoader, in which files are read and samples are made.
 #
@@ -104,12 +246,12 @@ class WorkerProfiles:
             for places, activity, what, samples, ns, on_core in found["stacks"]:
                 described = (tuple((f, n, q) for f, n, q in places), Activity(activity), what)
                 number = table.number_of(described)
-                one = sums.setdefault(
+                row = sums.setdefault(
                     number, {"stack": number, "samples": 0, "ns": 0, "on_core_ns": 0}
                 )
-                one["samples"] += samples
-                one["ns"] += ns
-                one["on_core_ns"] += on_core
+                row["samples"] += samples
+                row["ns"] += ns
+                row["on_core_ns"] += on_core
         return count, whole, list(sums.values())
 
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,13 +16,6 @@ from .machine_limits import DispatchCost
 
 SECOND_BACKWARD = "second backward"  # phase of their operators
 MAX_NODE = 1 << 60  # nodes that accumulate gradients all have a larger number
-
-
-class BackwardCall(Protocol):
-    """A call of an operator, as far as it is changed here."""
-
-    line: Line
-    phase: str
 
 
 @dataclass
@@ -39,7 +32,7 @@ class BackwardRun:
     line: Line
     accumulates: bool
     creates_graph: bool
-    calls: dict[int, list[BackwardCall]] = field(default_factory=dict)
+    calls: dict[int, "list[Call]"] = field(default_factory=dict)
 
 
 def mark_second_backwards(runs: list[BackwardRun]) -> None:
@@ -83,7 +76,7 @@ class BackwardGraph:
 
         ``whole``: gradients of all leaves are computed, and not those of selected inputs.
         """
-        roots = [one.grad_fn for one in outputs if one.grad_fn is not None]
+        roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
         order = _postorder(roots)
         self.reached |= {node._sequence_nr() for node in order}
         optimized = self._optimized()
@@ -99,7 +92,7 @@ class BackwardGraph:
                 is_parameter = isinstance(leaf, torch.nn.Parameter)
                 needed[node] = not is_parameter or id(leaf) in optimized
             else:
-                after = [needed[one] for one, _ in node.next_functions if one is not None]
+                after = [needed[later] for later, _ in node.next_functions if later is not None]
                 needed[node] = any(after) or not after
         self.unneeded |= {
             node._sequence_nr() for node in order if not needed[node] and id(node) not in leaves
@@ -169,11 +162,6 @@ class Step:
     backwards: list[BackwardRun] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def reached(self) -> set[int]:
-        """Autograd nodes that the losses depend on."""
-        return self.graph.reached
-
 
 def correct_times(steps: list[Step], cost: DispatchCost, device: str) -> None:
     """Replace the overhead of the profile in all calls by the usual cost of an operator.
@@ -196,9 +184,9 @@ def mark_used(steps: list[Step]) -> None:
 
     A result may be used in a later step, so the last step is not judged.
     """
-    stack = [
-        call for step in steps for call in step.calls if call.is_root or call.node in step.reached
-    ]
+    stack: list[Call] = []
+    for step in steps:
+        stack += [c for c in step.calls if c.is_root or c.node in step.graph.reached]
     while stack:
         call = stack.pop()
         if not call.is_used:
@@ -207,7 +195,7 @@ def mark_used(steps: list[Step]) -> None:
     for step in steps:
         for call in step.calls:
             is_candidate = call.phase == "forward" and call.node >= 0
-            call.unused = is_candidate and not call.is_used and bool(step.reached)
+            call.unused = is_candidate and not call.is_used and bool(step.graph.reached)
             call.needs = []
     for step in steps:
         _correct_repetitions(step.calls)

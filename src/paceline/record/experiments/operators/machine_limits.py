@@ -51,7 +51,7 @@ class _Timed(TorchDispatchMode):
 def measure_dispatch(device: str) -> DispatchCost:
     """Measure the cost of an operator on one element."""
     _, synchronize = operator_clock(device)
-    one = torch.ones(1, device=device)
+    unit = torch.ones(1, device=device)
     with_gradient = torch.ones(1, device=device, requires_grad=True)
     means = []
     with torch.enable_grad():
@@ -59,12 +59,12 @@ def measure_dispatch(device: str) -> DispatchCost:
             value = with_gradient
             start = time.perf_counter()
             for _ in range(REPETITIONS):
-                value = value + one
+                value = value + unit
             synchronize()
             means.append((time.perf_counter() - start) / REPETITIONS)
         with _Timed(device) as mode:
             for _ in range(REPETITIONS):
-                one + one
+                unit + unit
     return DispatchCost(min(means), sorted(mode.seconds)[REPETITIONS // 4])
 
 

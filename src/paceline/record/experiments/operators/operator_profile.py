@@ -5,21 +5,24 @@ optimizer. An operator of a backward belongs to the line whose forward made its 
 autograd graph. The time of an operator is the time of its kernel (on a GPU: until the stream is
 idle) plus the cost of dispatching a small operator, which is measured without the profile. The
 profiled steps are slower than others, and no figure of the diagnosis is taken from them.
+
+The sums are written to a file beside the rank's record (rank-N.operators), whose layout is in
+docs/reference/formats/record-format.md; the reader is analyze/records/operator_file.py.
 """
 
 import contextlib
+import statistics
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ...hooks.flop_counter import (
     FREE_OPERATORS,
@@ -29,10 +32,185 @@ from ...hooks.flop_counter import (
     tensor_bytes,
     tensors_in,
 )
-from ...hooks.taps import Function, around
-from .call_sites import NO_LINE, CallSites, ModuleStack
-from .calls import BackwardGraph, BackwardRun, Call, Step, mark_second_backwards, mark_used
-from .machine_limits import operator_clock
+from ...hooks.taps import Function, around, parameters_of
+from ...ring.ring import OPERATORS_SUFFIX
+from ..lines.sidecar import write_json
+from ..rung import PROFILE_USED, PROFILE_WARM_UP, PROFILED_STEPS
+from .call_sites import NO_LINE, CallSites, Line, ModuleStack, code_of, padded_share
+from .calls import (
+    BackwardGraph,
+    BackwardRun,
+    Call,
+    Step,
+    correct_times,
+    mark_second_backwards,
+    mark_used,
+)
+from .machine_limits import measure_dispatch, measure_limits, operator_clock
+
+FORMAT_VERSION = 1
+MAX_ROWS = 4096  # of the file: those that take longest
+
+
+@dataclass
+class _Row:
+    """Sums over the calls of one operator at one line, in one module and phase."""
+
+    shapes: str = ""
+    longest_s: float = 0.0  # of the call with these shapes
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    most: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, call: Call) -> None:
+        self.sums["calls"] += 1
+        self.sums["seconds"] += call.seconds
+        self.sums["flops"] += call.flops
+        self.sums["bytes"] += call.bytes
+        self.sums["small_calls"] += call.small
+        self.sums["small_s"] += call.seconds * call.small
+        self.sums["repeated_s"] += call.seconds * call.repeated
+        self.sums["unused_s"] += call.seconds * call.unused
+        self.sums["unneeded_s"] += call.seconds * call.unneeded
+        self.sums["float64_s"] += call.seconds * call.wide
+        self.sums["padded_s"] += call.seconds * call.padding
+        self.most["output_bytes"] = max(self.most["output_bytes"], call.output_bytes)
+        self.most["growth"] = max(self.most["growth"], call.growth)
+        self.most["widens"] = max(self.most["widens"], float(call.widens))
+        self.most["pads"] = max(self.most["pads"], float(call.pads))
+        self.most["random"] = max(self.most["random"], float(call.random))
+        if call.seconds > self.longest_s:
+            self.longest_s, self.shapes = call.seconds, call.shapes
+
+
+class OperatorRun:
+    """The profile of one rank: begun after the measured steps, written after the last step."""
+
+    def __init__(self, optimizers: Iterable[Any], step_s: float, core_wait: float = 1.0) -> None:
+        """Args:
+        optimizers: Those that have stepped so far.
+        step_s: Duration of a step without the profile, in seconds.
+        core_wait: Factor by which waits for a core lengthen the computation of these steps.
+        """
+        self._step_s, self._core_wait = step_s, core_wait
+        self._optimizers = optimizers
+        self._profiler: OperatorProfiler | None = None
+        self._device = "cpu"
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin the profile; called between two steps."""
+        if torch.cuda.is_initialized():
+            self._device = "cuda"
+        self._cost = measure_dispatch(self._device)
+        self._profiler = OperatorProfiler(self._device, self._optimized)
+        self._profiler.start()
+
+    def _optimized(self) -> set[int]:
+        """Return the ids of all parameters of optimizers; none if they are shards (FSDP)."""
+        parameters = parameters_of(*self._optimizers)
+        plain = {type(parameter) for parameter in parameters} <= {torch.nn.Parameter, torch.Tensor}
+        return set(map(id, parameters)) if plain else set()
+
+    def after_step(self) -> bool:
+        """End a profiled step; return whether it was the last one."""
+        assert self._profiler is not None
+        self._profiler.after_step()
+        return len(self._profiler.steps) > PROFILED_STEPS
+
+    def finish(self) -> dict[str, Any]:
+        """End the profile; return the content of the file."""
+        assert self._profiler is not None
+        steps = self._profiler.stop()[PROFILE_WARM_UP:][:PROFILE_USED]
+        correct_times(steps, self._cost, self._device)
+        return {
+            "version": FORMAT_VERSION,
+            "steps": len(steps),
+            "step_s": self._step_s,
+            "core_wait": self._core_wait if self._device == "cpu" else 1.0,
+            "profiled_step_s": sum(step.seconds for step in steps) / max(len(steps), 1),
+            "device": self._device,
+            "dispatch_s": self._cost.dispatch_s,
+            "compiled": _is_compiled(),
+            "failure": self._profiler.failure,
+            "parameter_bytes": self._parameter_bytes(),
+            "limits": measure_limits(self._device),
+            **sum_rows(steps),
+            "whole_s": time.perf_counter() - self._began,
+        }
+
+    def _parameter_bytes(self) -> dict[str, int]:
+        """Return the bytes of the parameters that optimizers update, by dtype."""
+        sizes: dict[str, int] = defaultdict(int)
+        for parameter in parameters_of(*self._optimizers):
+            sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
+        return dict(sizes)
+
+
+def _key(call: Call) -> tuple[Line, str, str, str, str]:
+    return call.line, call.module, call.name, call.phase, call.copy
+
+
+def _remove_stalls(steps: list[Step]) -> None:
+    """Set the time of each call to its median over the steps, where steps have the same calls.
+
+    A call that another program interrupts takes many times as long.
+    """
+    by_key: list[dict[Any, list[Call]]] = []
+    for step in steps:
+        by_key.append(defaultdict(list))
+        for call in step.calls:
+            by_key[-1][_key(call)].append(call)
+    for key, calls in by_key[0].items() if by_key else ():
+        each = [found.get(key, []) for found in by_key]
+        if all(len(same) == len(calls) for same in each):
+            for same in zip(*each, strict=True):
+                seconds = statistics.median(call.seconds for call in same)
+                for call in same:
+                    call.seconds = seconds
+
+
+def sum_rows(steps: list[Step]) -> dict[str, Any]:
+    """Return the lines of the script and one row per operator; all sums are per step."""
+    _remove_stalls(steps)
+    rows: dict[tuple[Line, str, str, str, str], _Row] = defaultdict(_Row)
+    for step in steps:
+        for call in step.calls:
+            rows[_key(call)].add(call)
+    ordered = sorted(rows.items(), key=lambda item: -item[1].sums["seconds"])
+    listed, rest = ordered[:MAX_ROWS], ordered[MAX_ROWS:]
+    numbers: dict[Line, int] = {}
+    count = max(len(steps), 1)
+    found = [
+        {
+            "line": numbers.setdefault(line, len(numbers)),
+            "module": module[:200],
+            "operator": name[:100],
+            "phase": phase,
+            "copy": copy,
+            "shapes": row.shapes[:200],
+            **{key: value / count for key, value in row.sums.items()},
+            **row.most,
+        }
+        for (line, module, name, phase, copy), row in listed
+    ]
+    lines = [
+        {"file": line[0], "line": line[1], "function": line[2], "code": code_of(line)}
+        for line in numbers
+    ]
+    left_out = sum(row.sums["seconds"] for _, row in rest) / count
+    return {"lines": lines, "operators": found, "left_out_s": left_out}
+
+
+def write_rows(ring: Path, content: dict[str, Any]) -> None:
+    """Write the file beside a rank's ring."""
+    write_json(ring.with_suffix(OPERATORS_SUFFIX), content)
+
+
+def _is_compiled() -> bool:
+    """Return whether the script runs code that torch.compile compiled."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return bool(dynamo and dynamo.counters["stats"].get("unique_graphs"))
+
 
 # Numbers of tensor values within a step: equal operators on equal values are a repetition.
 #
@@ -72,8 +250,8 @@ class ValueNumbers:
 
     def producers(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """Return the producers of these tensors, as far as they are known."""
-        known = [one for tensor in tensors if (one := self._known.get(id(tensor))) is not None]
-        return [one.producer for one in known if one.producer and not one.ref.expired()]
+        known = [entry for tensor in tensors if (entry := self._known.get(id(tensor))) is not None]
+        return [entry.producer for entry in known if entry.producer and not entry.ref.expired()]
 
     def key(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the identity of a call, or None if its arguments cannot be compared."""
@@ -128,8 +306,8 @@ class ValueNumbers:
 
     def alias(self, out: Any, tensor: torch.Tensor, producer: Any) -> None:
         """Give the output of ``detach`` or ``alias`` the number of its input."""
-        for one in tensors_in((out,)):
-            self._store(one, self._number(tensor), producer, tensor)
+        for output in tensors_in((out,)):
+            self._store(output, self._number(tensor), producer, tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -221,7 +399,7 @@ class OperatorProfiler(TorchDispatchMode):
             if tensor is None:
                 return None
             origins = _origins(self._values.producers([tensor])) if share else []
-            if tensor.dim() == IMAGE_DIMENSIONS and not any(one.name == PAD for one in origins):
+            if tensor.dim() == IMAGE_DIMENSIONS and PAD not in {call.name for call in origins}:
                 return 0.0  # images may have a border of their own
             for call in origins:
                 call.pads = True
@@ -412,44 +590,3 @@ def _next_sequence() -> int:
 def _describe(tensor: torch.Tensor) -> str:
     sides = "x".join(map(str, tensor.shape))
     return f"{str(tensor.dtype).removeprefix('torch.')}[{sides}]"
-
-
-# Padding in the inputs of a model: values at the end of samples that are all the same.
-
-
-MAX_ELEMENTS = 1 << 24  # of a tensor that is inspected
-
-
-def padded_share(inputs: Any) -> tuple[torch.Tensor | None, float]:
-    """Return the largest tensor of a module's inputs, and the share of it that is padding.
-
-    Padding is the same value at the end of a sample. Samples are sequences: tokens of shape (batch,
-    length), or vectors (batch, length, features). Of other tensors, only what all samples have at
-    the end of one of the last two dimensions counts.
-    """
-    candidates = [one for one in tensors_in(inputs) if _may_be_padded(one)]
-    if not candidates:
-        return None, 0.0
-    tensor = max(candidates, key=torch.Tensor.numel)
-    with torch.no_grad(), _disable_current_modes():
-        return tensor, max(_shares(tensor))
-
-
-def _may_be_padded(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    sides = tensor.shape
-    return plain and len(sides) in (2, 3, 4) and sides[0] > 1 and tensor.numel() <= MAX_ELEMENTS
-
-
-def _shares(tensor: torch.Tensor) -> Iterable[float]:
-    length = tensor.shape[1]
-    same = tensor == tensor[0, -1].flatten()[-1]
-    if tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point()):
-        by_position = same.flatten(2).all(2) if tensor.dim() == 3 else same
-        at_end = by_position.flip(1).cumprod(1).sum(1)
-        yield float(at_end[at_end < length].sum()) / same.shape[0] / length
-    for axis in range(max(1, tensor.dim() - 2), tensor.dim()):
-        common = same.movedim(axis, 0).flatten(1).all(1)
-        at_end = common.flip(0).cumprod(0).sum()
-        # One constant column may be a feature.
-        yield float(at_end) / common.numel() if 1 < at_end < common.numel() else 0.0

@@ -19,7 +19,7 @@ from ...ring.recorder import Recorder, measure_difference_ns, now
 from ...ring.states import NO_PEER, Op
 from ..collective_in_flight import COLLECTIVES_HOOK, CollectiveInFlight, is_in_background
 from ..collectives import sum_bytes
-from ..hook_failures import failed_hooks, report_failure
+from ..hook_failures import failed_hooks, noting, report_failure
 from ..taps import Function, around, replace
 
 MODULE = "horovod.torch.mpi_ops"
@@ -94,17 +94,18 @@ class HorovodOperations:
     def initialize(self, mpi_ops: Any, init: Function, *args: Any, **kwargs: Any) -> Any:
         """Initialize Horovod, and join the recorder to its ranks."""
         result = init(*args, **kwargs)
-        try:
-            place = int(mpi_ops.rank()), int(mpi_ops.size())
-            if place != (self._rank, self._size):  # an elastic job may change both
-                self._sets.clear()
-            self._rank, self._size = place
-            self._recorder.join(*place)
-            self._recorder.update_header(horovod="installed")
-            self._measure_cost()
-        except Exception as error:
-            report_failure(COLLECTIVES_HOOK, error)
+        self._note_ranks(mpi_ops)
         return result
+
+    @noting(COLLECTIVES_HOOK)
+    def _note_ranks(self, mpi_ops: Any) -> None:
+        place = int(mpi_ops.rank()), int(mpi_ops.size())
+        if place != (self._rank, self._size):  # an elastic job may change both
+            self._sets.clear()
+        self._rank, self._size = place
+        self._recorder.join(*place)
+        self._recorder.update_header(horovod="installed")
+        self._measure_cost()
 
     def submitting(self, kind: str, op: Op, is_gathered: bool, function: Function) -> Function:
         """Return a function that submits tensors, and notes the operation of the handle."""
@@ -210,12 +211,10 @@ class HorovodOperations:
         in_flight.begin_wait(start, is_in_background(self._recorder))
         return start
 
+    @noting(COLLECTIVES_HOOK)
     def _end_wait(self, in_flight: CollectiveInFlight, start: int, outputs: Any) -> None:
-        try:
-            self._set_amount(in_flight, outputs)
-            in_flight.end_wait(start, now(), is_in_background(self._recorder))
-        except Exception as error:
-            report_failure(COLLECTIVES_HOOK, error)
+        self._set_amount(in_flight, outputs)
+        in_flight.end_wait(start, now(), is_in_background(self._recorder))
 
     def _set_amount(self, in_flight: CollectiveInFlight, outputs: Any) -> None:
         if outputs is not None:

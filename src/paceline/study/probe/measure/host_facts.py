@@ -10,12 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ....cluster.topology.local_resources import free_memory, memory_limits
+from ....cluster.topology.local_resources import free_memory
 from ....cluster.topology.pci_devices import Card, pci_cards
 from ....cluster.topology.racks import rack_or_unknown
 from ....cluster.topology.topology import read_sysfs, topology
 from ....cost.machine.machine_file import UNLIMITED, Gpu, HostFacts, Limits, Network
 from ....plurals import format_ranges
+from ....record.ring.memory_sampler import memory_limits
 from ....version import __version__
 from .torch_build import library_versions, torch_build
 
