@@ -12,11 +12,11 @@ begun = time.monotonic()  # before the imports below, which are one of the parts
 
 from paceline.analyze.figures import losses, measured_window, report  # noqa: E402
 from paceline.cli import app  # noqa: E402
-from paceline.launch.monitor import partial_record  # noqa: E402
+from paceline.launch.monitor import running_jobs  # noqa: E402
 
 # What a report is made of; the rest of its time is the interpreter's start and the JSON.
 PARTS = {
-    "read": [(partial_record, "load_run")],
+    "read": [(running_jobs, "load_run")],
     "match": [(report, "match_collectives"), (report, "align_clocks")],
     "window": [(report, "find_window"), (losses, "split_into_ranges")],
     "timelines": [

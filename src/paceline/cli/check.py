@@ -1,6 +1,8 @@
 """The command ``paceline check``."""
 
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,84 @@ QUICK_S = 0.5  # seconds per measurement of a dataset with --quick
 BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # lead to exit code 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """The options of ``paceline check``, as typed."""
+
+    ranks: Annotated[
+        int | None,
+        value_option(
+            "Number of ranks. Default: as for paceline run, and at least 2 on each node.",
+            "N",
+            "-n",
+            "--ranks",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        value_option(
+            "Folder whose storage is measured: bandwidth and small files. With a dataset: "
+            "measure only how fast it can be read, and what limits the rate.",
+            "FOLDER|DATASET",
+        ),
+    ] = None
+    quick: Annotated[bool, flag("--quick", "Measure fewer sizes with fewer repetitions: 10 s.")] = (
+        False
+    )
+    out: Annotated[Path, output_option("Machine file to write.", show_default=True)] = Path(
+        "machine.toml"
+    )
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        value_option(
+            "Compare two machine files and print the differences larger than their "
+            "measurement noise. Any difference is printed for at most 5 % of unchanged machines. "
+            "Nothing is measured.",
+            "BEFORE AFTER",
+        ),
+    ] = None
+    json: Json = None
+    nodes: HostAndEnvOptions
+    labels: Annotated[
+        str | None,
+        value_option("Labels of the dataset: see paceline pack.", "LABELS", panel=READING),
+    ] = None
+    transform: Annotated[
+        str | None,
+        value_option(
+            "Transform of the Loader, importable from this folder.",
+            "MODULE:FUNCTION",
+            panel=READING,
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        value_option(
+            "Threads of each rank's loader. Default: 2, or the number of cores if smaller.",
+            "N",
+            panel=READING,
+            min=1,
+        ),
+    ] = None
+    pack_env: Annotated[
+        bool,
+        flag(
+            "--pack-env",
+            "Pack the Python environment of this command into one file, and measure what "
+            "this gains for import torch. Nothing else is measured.",
+            panel=ENVIRONMENT,
+        ),
+    ] = False
+    packed: Annotated[
+        Path | None,
+        output_option(
+            "File of --pack-env, ending in .squashfs or .tar. Default: env.squashfs, or "
+            "env.tar without mksquashfs.",
+            panel=ENVIRONMENT,
+        ),
+    ] = None
+
+
 @app.command(
     cls=Command,
     rich_help_panel=MACHINE,
@@ -37,81 +117,7 @@ BAD = ("unreachable", "missing", "slow", "link", "version", "parts")  # lead to 
     ),
 )
 @with_options
-def check(
-    *,
-    ranks: Annotated[
-        int | None,
-        value_option(
-            "Number of ranks. Default: as for paceline run, and at least 2 on each node.",
-            "N",
-            "-n",
-            "--ranks",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        value_option(
-            "Folder whose storage is measured: bandwidth and small files. With a dataset: "
-            "measure only how fast it can be read, and what limits the rate.",
-            "FOLDER|DATASET",
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, flag("--quick", "Measure fewer sizes with fewer repetitions: 10 s.")
-    ] = False,
-    out: Annotated[Path, output_option("Machine file to write.", show_default=True)] = Path(
-        "machine.toml"
-    ),
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        value_option(
-            "Compare two machine files and print the differences larger than their "
-            "measurement noise. Any difference is printed for at most 5 % of unchanged machines. "
-            "Nothing is measured.",
-            "BEFORE AFTER",
-        ),
-    ] = None,
-    json: Json = None,
-    nodes: HostAndEnvOptions,
-    labels: Annotated[
-        str | None,
-        value_option("Labels of the dataset: see paceline pack.", "LABELS", panel=READING),
-    ] = None,
-    transform: Annotated[
-        str | None,
-        value_option(
-            "Transform of the Loader, importable from this folder.",
-            "MODULE:FUNCTION",
-            panel=READING,
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        value_option(
-            "Threads of each rank's loader. Default: 2, or the number of cores if smaller.",
-            "N",
-            panel=READING,
-            min=1,
-        ),
-    ] = None,
-    pack_env: Annotated[
-        bool,
-        flag(
-            "--pack-env",
-            "Pack the Python environment of this command into one file, and measure what "
-            "this gains for import torch. Nothing else is measured.",
-            panel=ENVIRONMENT,
-        ),
-    ] = False,
-    packed: Annotated[
-        Path | None,
-        output_option(
-            "File of --pack-env, ending in .squashfs or .tar. Default: env.squashfs, or "
-            "env.tar without mksquashfs.",
-            panel=ENVIRONMENT,
-        ),
-    ] = None,
-) -> None:
+def check(options: CheckOptions) -> None:
     """Measure what this machine, or all nodes of an allocation, can do, before a long job.
 
     Measured are arithmetic by precision, memory bandwidth, storage, import of torch, collectives
@@ -121,61 +127,77 @@ def check(
 
     Exit code 1: a node does not answer or is slow, a link is slow, or versions differ.
     """
+    with exit_on_mistake():
+        code = _run_check(options)
+    raise typer.Exit(code)
+
+
+def _run_check(options: CheckOptions) -> int:
+    """Do what the options ask for, print it, and return the exit code. Raises ValueError."""
+    data, compare = options.data, options.compare
+    if options.packed is not None and not options.pack_env:
+        raise ValueError("--packed names the file of --pack-env. HINT: add --pack-env")
+    if compare is not None and options.pack_env:
+        raise ValueError(
+            "--compare and --pack-env can't be used together. HINT: run one after the other"
+        )
+    if options.pack_env:
+        _pack(options.packed, options.json)
+        return 0
+    if compare is not None:
+        _compare(*compare, options.json)
+        return 0
+    of_a_set = ("labels", "transform", "threads")
+    given = [f"--{name}" for name in of_a_set if getattr(options, name) is not None]
+    if given and data is None:
+        raise ValueError(f"{given[0]} needs a dataset. HINT: add --data DATASET")
+    if data is not None and (given or _is_set(data)):
+        if others := [*options.nodes.words(), *["--env"] * bool(options.nodes.env)]:
+            raise ValueError(
+                f"{others[0]}: Paceline measures a dataset on this node only. HINT: start "
+                "paceline check --data on the other node (ssh, srun); or use --data FOLDER "
+                "for the storage of all nodes"
+            )
+        _measure_reading(data, options)
+        return 0
+    return _check_nodes(options)
+
+
+def _compare(before: Path, after: Path, json: Path | None) -> None:
+    from ..cost.compare_machines import compare
+    from ..cost.machine.machine_file import load
+    from ..report.console import PlainConsole
+    from ..report.terminal.check import render_comparison
+
+    machines = load(before), load(after)
+    changes = compare(*machines)
+    if json is not None:
+        changed = {"changes": [vars(change) for change in changes]}
+        print_json(changed, json, name="paceline-machine-comparison")
+    else:
+        PlainConsole().print(render_comparison(*machines, changes))
+
+
+def _check_nodes(options: CheckOptions) -> int:
+    """Measure the nodes, write the machine file, print it, and return the exit code."""
+    from ..cost.machine.machine_file import as_json, save
+    from ..cost.outliers import find_outliers
     from ..report.console import PlainConsole
     from ..report.terminal import check as shown
+    from ..study.check import CheckRequest
+    from ..study.check import check as measured
 
-    with exit_on_mistake():
-        if packed is not None and not pack_env:
-            raise ValueError("--packed names the file of --pack-env. HINT: add --pack-env")
-        if compare is not None and pack_env:
-            raise ValueError(
-                "--compare and --pack-env can't be used together. HINT: run one after the other"
-            )
-        if pack_env:
-            _pack(packed, json)
-            return
-        if compare is not None:
-            from ..cost.compare_machines import compare as changes
-            from ..cost.machine.machine_file import load
-
-            before, after = map(load, compare)
-            found = changes(before, after)
-            if json is not None:
-                changed = {"changes": [vars(change) for change in found]}
-                print_json(changed, json, name="paceline-machine-comparison")
-            else:
-                PlainConsole().print(shown.render_comparison(before, after, found))
-            return
-        of_a_set = {"--labels": labels, "--transform": transform, "--threads": threads}
-        given = [name for name, value in of_a_set.items() if value is not None]
-        if given and data is None:
-            raise ValueError(f"{given[0]} needs a dataset. HINT: add --data DATASET")
-        if data is not None and (given or _is_set(data)):
-            if others := [*nodes.words(), *["--env"] * bool(nodes.env)]:
-                raise ValueError(
-                    f"{others[0]}: Paceline measures a dataset on this node only. HINT: start "
-                    "paceline check --data on the other node (ssh, srun); or use --data FOLDER "
-                    "for the storage of all nodes"
-                )
-            _feed(data, labels, transform, threads, ranks, quick, json)
-            return
-        from ..cost.machine.machine_file import as_json, save
-        from ..cost.outliers import find_outliers
-        from ..study.check import CheckRequest
-        from ..study.check import check as measured
-
-        folder = None if data is None else Path(data)
-        wish = CheckRequest(nodes, ranks, folder, quick)
-        checked = measured(wish)
-        save(checked.machine, out)
+    folder = None if options.data is None else Path(options.data)
+    checked = measured(CheckRequest(options.nodes, options.ranks, folder, options.quick))
+    save(checked.machine, options.out)
     oddities = find_outliers(checked.machine)
-    if json is not None:
-        found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
-        print_json(found_json, json, name="paceline-check")
+    if options.json is not None:
+        found = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
+        print_json(found, options.json, name="paceline-check")
     else:
         PlainConsole().print(shown.render(checked.machine, oddities, checked.notes))
-        sys.stderr.write(f"paceline: the machine file is {out}\n")
-    raise typer.Exit(int(bool(checked.code) or any(one.kind in BAD for one in oddities)))
+        sys.stderr.write(f"paceline: the machine file is {options.out}\n")
+    return int(bool(checked.code) or any(oddity.kind in BAD for oddity in oddities))
 
 
 def _is_set(data: str) -> bool:
@@ -195,38 +217,27 @@ def _is_set(data: str) -> bool:
     return len(some) > 1 and all(name.lower().endswith((*IMAGES, *ARRAYS)) for name in some)
 
 
-def _feed(
-    data: str,
-    labels: str | None,
-    transform: str | None,
-    threads: int | None,
-    ranks: int | None,
-    quick: bool,
-    json: Path | None,
-) -> None:
-    import os
-
+def _measure_reading(data: str, options: CheckOptions) -> None:
+    """Measure how fast a dataset can be read on this node, and print it."""
     from ..report.console import PlainConsole
     from ..report.terminal.check import render_input_rate
     from ..study.input_rate import LoadRankConfig, advise
 
     cores = len(os.sched_getaffinity(0))
-    console = PlainConsole(stderr=True)
-    with console.status("paceline: reading the dataset") as status:
-        feed = LoadRankConfig(
+    with PlainConsole(stderr=True).status("paceline: reading the dataset") as status:
+        config = LoadRankConfig(
             data,
-            labels,
-            transform,
-            threads or min(2, cores),
-            ranks=ranks or min(2, cores),
-            seconds=QUICK_S if quick else LoadRankConfig.seconds,
+            options.labels,
+            options.transform,
+            options.threads or min(2, cores),
+            ranks=options.ranks or min(2, cores),
+            seconds=QUICK_S if options.quick else LoadRankConfig.seconds,
         )
-        found = advise(feed, lambda what: status.update(f"paceline: {what}"))
-    told = found.as_json()
-    if json is not None:
-        print_json(told, json)
-        return
-    PlainConsole().print(render_input_rate(told))
+        rate = advise(config, lambda what: status.update(f"paceline: {what}")).as_json()
+    if options.json is not None:
+        print_json(rate, options.json)
+    else:
+        PlainConsole().print(render_input_rate(rate))
 
 
 def _pack(file: Path | None, json: Path | None) -> None:

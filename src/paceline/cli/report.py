@@ -82,7 +82,7 @@ def report(
     Records of different numbers of ranks give a scaling table. A running job is reported as far as
     it is recorded.
     """
-    from ..launch.monitor.partial_record import load_so_far
+    from ..launch.monitor.running_jobs import load_so_far
     from ..report.report_command import make_report
 
     with exit_on_mistake():

@@ -211,6 +211,19 @@ class ScaleOptions:
         """Return the options of ``paceline run`` that do not select the hosts."""
         return launch_words(self.module, self.how, self.nodes, {"--horovod": self.horovod})
 
+    def checked_script(self, example: str) -> tuple[str, list[str]]:
+        """Return the script and its arguments. Raises ValueError if it is missing or can't run.
+
+        example: Options for the message.
+        """
+        from ..launch.job import Job, check
+
+        if self.script is None:
+            raise ValueError(f"there is no script. HINT: paceline scale {example} SCRIPT")
+        args = self.args or []
+        check(Job(name=self.script, args=args, module=self.module))
+        return self.script, args
+
 
 @app.command(
     cls=ScriptCommand,
@@ -225,10 +238,7 @@ class ScaleOptions:
             "batch in an argument",
         ),
         ("paceline scale -n 1,2,4 --until 'accuracy>=0.97' train.py", "time to accuracy"),
-        (
-            "paceline scale -n 2 --critical-batch train.py",
-            "critical batch",
-        ),
+        ("paceline scale -n 2 --critical-batch train.py", "critical batch"),
         (
             "paceline scale -n 4,8 --submit --gpus-per-node 4 --global-batch 512 train.py",
             "a job for each size",
@@ -308,15 +318,11 @@ def _new_study(options: ScaleOptions) -> Path | None:
         ValueError: The options are invalid or contradict each other.
     """
     from ..analyze.scaling.study_model import STRONG, WEAK, StudyRequest
-    from ..launch.job import Job
-    from ..launch.job import check as check_job
     from ..study.scale import request as parse
     from ..study.scale.run_study import new_study
 
     goal_options = parse.parse_target(options.until, options.metric, options.seeds)
-    script, args = options.script, options.args or []
-    if script is None:
-        raise ValueError("there is no script. HINT: paceline scale -n 1,2,4 SCRIPT")
+    script, args = options.checked_script("-n 1,2,4")
     asked = ((STRONG, options.strong), (WEAK, options.weak))
     request = StudyRequest(
         script,
@@ -338,7 +344,6 @@ def _new_study(options: ScaleOptions) -> Path | None:
         layout=parse.parse_layout(options.layout),
         **goal_options,
     )
-    check_job(Job(name=script, args=args, module=options.module))
     folder = options.output or parse.new_folder(script)
     if options.jobs.submit:
         of_jobs = options.jobs.checked(options.how.cpus_per_rank)
@@ -380,16 +385,11 @@ def _new_critical(options: ScaleOptions) -> Path:
     """Create the folder of a measurement of the critical batch, and return it."""
     from ..analyze.scaling.critical.critical_model import CriticalRequest
     from ..launch.guard.request import parse_metric
-    from ..launch.job import Job
-    from ..launch.job import check as check_job
     from ..study.scale.critical_study import new_critical
     from ..study.scale.request import new_folder
 
     fields = options.critical.fields(options.sizes, options.seeds)
-    script, args = options.script, options.args or []
-    if script is None:
-        raise ValueError("there is no script. HINT: paceline scale --critical-batch -n 2 SCRIPT")
-    check_job(Job(name=script, args=args, module=options.module))
+    script, args = options.checked_script("--critical-batch -n 2")
     parse_metric(options.metric or None)
     request = CriticalRequest(
         script,

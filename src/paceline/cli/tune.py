@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..launch.linux_processes import signals_handled
 from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import Command, json_output, with_options
@@ -252,10 +253,5 @@ def _signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             typer.echo("paceline: ending the trials; Ctrl-C again kills them", err=True)
 
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.signal(kind, take) for kind in kinds}
-    try:
+    with signals_handled(take, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield received
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)

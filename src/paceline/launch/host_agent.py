@@ -28,7 +28,7 @@ from .affinity import bind_ranks
 from .affinity.node_share import take_share
 from .channel import START_MARKER, Channel, InvalidMessageError
 from .job import Job, check, preloads
-from .linux_prctl import SUBREAPER, prctl
+from .linux_processes import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import DeferredTermination
 from .ranks.connection_owner import Endpoint, connection_owner

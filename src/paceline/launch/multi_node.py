@@ -17,7 +17,7 @@ from ..security.run_lock import RunLock
 from . import job_folder
 from .job import Job, check
 from .layout import format_layout, make_seats, ranks_per_host
-from .linux_prctl import SUBREAPER, prctl
+from .linux_processes import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import LiveRecordServer
 from .options import LaunchOptions

@@ -15,7 +15,7 @@ from ..security.run_lock import RunLock
 from . import job_folder
 from .job import Job, check, preloads, variables
 from .layout import make_seats
-from .linux_prctl import SUBREAPER, prctl
+from .linux_processes import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, raise_on_termination
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from paceline.launch.process_signals import signal_checked
+from paceline.launch.linux_processes import signal_checked
 from paceline.launch.ranks import process_groups
 from paceline.launch.ranks.process_groups import RankGroups, end_children, end_remaining_children
 from paceline.record.ring.tail import process_state

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import typer
 
-from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
+from ...launch.linux_processes import PARENT_DEATH_SIGNAL, prctl, stat_fields
 from .base import exit_on_mistake
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -103,10 +103,10 @@ def _ended(child: int, moves: int, waited: set[signal.Signals], hangs: bool) -> 
 
 def _processor_s(process: int) -> float:
     try:
-        told = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(process)
     except OSError:
         return 0.0
-    return (int(told[11]) + int(told[12])) * TICK_S
+    return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
 def _transferred(process: int) -> str:

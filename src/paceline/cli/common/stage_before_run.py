@@ -87,6 +87,6 @@ def _words_of_pack(nodes: NodeOptions) -> list[str]:
 
 
 def _ends_with_it() -> None:
-    from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
+    from ...launch.linux_processes import PARENT_DEATH_SIGNAL, prctl
 
     prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from ...launch.linux_processes import signals_handled
 from ...report.console import PlainConsole
 
 
@@ -84,10 +85,5 @@ class Interruption:
 def interruptible() -> Iterator[Interruption]:
     """Raise KeyboardInterrupt in the body on Ctrl-C, SIGTERM and SIGHUP."""
     found = Interruption()
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.signal(kind, found.raise_interrupt) for kind in kinds}
-    try:
+    with signals_handled(found.raise_interrupt, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield found
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)

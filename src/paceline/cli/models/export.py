@@ -2,8 +2,8 @@
 
 import ast
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 
 from ...security.processes import import_folders
 from ..common.base import RUN, app, examples, exit_on_mistake
-from ..common.command import Command, print_json
+from ..common.command import Command, print_json, with_options
 from ..common.options import (
     Json,
     output_option,
@@ -20,6 +20,102 @@ from ..common.options import (
 
 if TYPE_CHECKING:  # it imports torch
     from ...deploy.export import ExportResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The options of ``paceline export``, as typed."""
+
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Weights: a checkpoint (step-NNNNNNNN), a folder of checkpoints, of which the "
+            "newest is used, a folder of torch.distributed.checkpoint, or a file: .safetensors, or "
+            ".pt, .pth, .bin or .ckpt of torch.save. Without it, the weights that the function "
+            "of --model gives.",
+            show_default=False,
+        ),
+    ] = None
+    model: Annotated[
+        str,
+        value_option(
+            "Function that returns the module, or (module, example input, ...): "
+            "MODULE:FUNCTION or SCRIPT.py:FUNCTION. Arguments may follow: 'net:build(81, 9)'.",
+            "MODULE:FUNCTION",
+        ),
+    ] = ""
+    out: Annotated[Path, output_option("New file.", show_default=True)] = Path("model.paceline")
+    input: Annotated[
+        list[str] | None,
+        value_option(
+            "Name, dtype and shape of an input: 'x: float64[batch,6]'. A name in place of a "
+            "size is a symbolic size. May be repeated. Without it: from the example inputs of the "
+            "function, else from a first linear layer.",
+            "SPEC",
+        ),
+    ] = None
+    bound: Annotated[
+        list[str] | None,
+        value_option(
+            "Least and largest value of a symbolic size: batch=1:4096. May be repeated. "
+            "Default: 1 to 16,777,216.",
+            "NAME=MIN:MAX",
+        ),
+    ] = None
+    fields: Annotated[
+        Path | None,
+        value_option(
+            'JSON file with units and normalisation: {"x": {"unit": "K", "mean": [...], '
+            '"std": [...]}, "y": {...}}. The exported model takes and returns values in these '
+            "units.",
+            "FILE",
+        ),
+    ] = None
+    backend: Annotated[
+        list[str] | None,
+        value_option(
+            "Backend to try: builtin, onnxruntime or aotinductor. May be repeated. Default: "
+            "all. The fastest one within the tolerance is kept.",
+            "NAME",
+        ),
+    ] = None
+    tolerance: Annotated[
+        float | None,
+        value_option(
+            "Largest error of the test vectors, relative to the largest output. Default: 1e-6 "
+            "for float32, 1e-13 for float64.",
+            "NUMBER",
+        ),
+    ] = None
+    number: Annotated[
+        int | None,
+        value_option(
+            "Number of the model in the checkpoint, in the order of world.distribute, from 0.", "N"
+        ),
+    ] = None
+    prefix: Annotated[
+        str,
+        value_option(
+            "Only tensors whose names begin with this, which is removed from the names.", "TEXT"
+        ),
+    ] = ""
+    show_build_flags: Annotated[
+        str,
+        value_option(
+            "Print flags for the compiler and exit: c, c++, fortran; or prefix, the folder of "
+            "the library, headers, pkg-config and CMake files.",
+            "LANGUAGE",
+        ),
+    ] = ""
+    copy_runtime: Annotated[
+        Path | None,
+        value_option(
+            "Copy the library, headers and its C source to a new folder and exit, for systems "
+            "without Python.",
+            "FOLDER",
+        ),
+    ] = None
+    json: Json = None
 
 
 @app.command(
@@ -36,98 +132,8 @@ if TYPE_CHECKING:  # it imports torch
         ("paceline export --show-build-flags fortran", "for gfortran solver.f90 ..."),
     ),
 )
-def export(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Weights: a checkpoint (step-NNNNNNNN), a folder of checkpoints, of which the "
-            "newest is used, a folder of torch.distributed.checkpoint, or a file: .safetensors, or "
-            ".pt, .pth, .bin or .ckpt of torch.save. Without it, the weights that the function "
-            "of --model gives.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str,
-        value_option(
-            "Function that returns the module, or (module, example input, ...): "
-            "MODULE:FUNCTION or SCRIPT.py:FUNCTION. Arguments may follow: 'net:build(81, 9)'.",
-            "MODULE:FUNCTION",
-        ),
-    ] = "",
-    out: Annotated[Path, output_option("New file.", show_default=True)] = Path("model.paceline"),
-    input: Annotated[  # noqa: A002  the name of the option
-        list[str] | None,
-        value_option(
-            "Name, dtype and shape of an input: 'x: float64[batch,6]'. A name in place of a "
-            "size is a symbolic size. May be repeated. Without it: from the example inputs of the "
-            "function, else from a first linear layer.",
-            "SPEC",
-        ),
-    ] = None,
-    bound: Annotated[
-        list[str] | None,
-        value_option(
-            "Least and largest value of a symbolic size: batch=1:4096. May be repeated. "
-            "Default: 1 to 16,777,216.",
-            "NAME=MIN:MAX",
-        ),
-    ] = None,
-    fields: Annotated[
-        Path | None,
-        value_option(
-            'JSON file with units and normalisation: {"x": {"unit": "K", "mean": [...], '
-            '"std": [...]}, "y": {...}}. The exported model takes and returns values in these '
-            "units.",
-            "FILE",
-        ),
-    ] = None,
-    backend: Annotated[
-        list[str] | None,
-        value_option(
-            "Backend to try: builtin, onnxruntime or aotinductor. May be repeated. Default: "
-            "all. The fastest one within the tolerance is kept.",
-            "NAME",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        value_option(
-            "Largest error of the test vectors, relative to the largest output. Default: 1e-6 "
-            "for float32, 1e-13 for float64.",
-            "NUMBER",
-        ),
-    ] = None,
-    number: Annotated[
-        int | None,
-        value_option(
-            "Number of the model in the checkpoint, in the order of world.distribute, from 0.", "N"
-        ),
-    ] = None,
-    prefix: Annotated[
-        str,
-        value_option(
-            "Only tensors whose names begin with this, which is removed from the names.", "TEXT"
-        ),
-    ] = "",
-    show_build_flags: Annotated[
-        str,
-        value_option(
-            "Print flags for the compiler and exit: c, c++, fortran; or prefix, the folder of "
-            "the library, headers, pkg-config and CMake files.",
-            "LANGUAGE",
-        ),
-    ] = "",
-    copy_runtime: Annotated[
-        Path | None,
-        value_option(
-            "Copy the library, headers and its C source to a new folder and exit, for systems "
-            "without Python.",
-            "FOLDER",
-        ),
-    ] = None,
-    json: Json = None,
-) -> None:
+@with_options
+def export(options: ExportOptions) -> None:
     """Write a trained model to one file that programs in C, C++ and Fortran call, without Python.
 
     The model is tried with every backend that can express it: builtin (MLPs and small CNNs, needs
@@ -138,23 +144,12 @@ def export(
     docs/how-to/run/export.md has programs in C, C++ and Fortran.
     """
     with exit_on_mistake():
-        if show_build_flags or copy_runtime is not None:
-            _show_runtime(show_build_flags, copy_runtime)
+        if options.show_build_flags or options.copy_runtime is not None:
+            _show_runtime(options.show_build_flags, options.copy_runtime)
             return
-        result = _export(
-            checkpoint,
-            model,
-            out,
-            input or [],
-            bound or [],
-            fields,
-            backend,
-            tolerance,
-            number,
-            prefix,
-        )
-        if json is not None:
-            print_json(asdict(result), json, name="paceline-export")
+        result = _export(options)
+        if options.json is not None:
+            print_json(asdict(result), options.json, name="paceline-export")
             return
         typer.echo("\n".join(result_lines(result)))
 
@@ -169,18 +164,9 @@ def _show_runtime(language: str, folder: Path | None) -> None:
     typer.echo(build_flags.build_flags(language))
 
 
-def _export(
-    checkpoint: Path | None,
-    name: str,
-    out: Path,
-    inputs: Sequence[str],
-    bounds: Sequence[str],
-    fields: Path | None,
-    backends: Sequence[str] | None,
-    tolerance: float | None,
-    number: int | None,
-    prefix: str,
-) -> "ExportResult":
+def _export(options: ExportOptions) -> "ExportResult":
+    name, out = options.model, options.out
+    checkpoint, tolerance = options.checkpoint, options.tolerance
     if not name:
         raise ValueError(
             "--model is missing. HINT: --model MODULE:FUNCTION that returns the module"
@@ -189,37 +175,32 @@ def _export(
         raise ValueError(f"{out} exists. HINT: remove it, or choose another name by --out")
     if tolerance is not None and not 0 < tolerance < 1:
         raise ValueError(f"--tolerance {tolerance} must be between 0 and 1. HINT: --tolerance 1e-5")
-    if checkpoint is None and (number is not None or prefix):
+    if checkpoint is None and (options.number is not None or options.prefix):
         raise ValueError("--number and --prefix choose weights of a checkpoint. HINT: name one")
     from ...deploy import specification
     from ...deploy.export import BACKENDS, export_model
 
-    parsed = [specification.parse_input(one) for one in inputs]
-    limits = dict(specification.parse_bound(one) for one in bounds)
-    values = specification.read_fields(fields) if fields is not None else None
-    module, given = build_model(name)
+    inputs = [specification.parse_input(text) for text in options.input or []]
+    bounds = dict(specification.parse_bound(text) for text in options.bound or [])
+    fields = specification.read_fields(options.fields) if options.fields is not None else None
+    module, example_inputs = build_model(name)
     about: dict[str, Any] = {"model": name}
     if checkpoint is not None:
-        about |= load_weights(module, checkpoint, number, prefix)
-    dtype, specs = specification.choose_inputs(parsed, given, module)
+        about |= load_weights(module, checkpoint, options.number, options.prefix)
+    dtype, specs = specification.choose_inputs(inputs, example_inputs, module)
     return export_model(
         module,
         specs,
         dtype,
         out,
-        examples=given,
-        bounds=limits,
-        fields=values,
-        backends=backends or BACKENDS,
+        examples=example_inputs,
+        bounds=bounds,
+        fields=fields,
+        backends=options.backend or BACKENDS,
         tolerance=tolerance,
         about=about,
-        say=progress(),
+        say=lambda text: typer.echo(f"paceline: {text} ...", err=True),
     )
-
-
-def progress() -> Callable[[str], None]:
-    """Return a function that prints what is done to standard error."""
-    return lambda text: typer.echo(f"paceline: {text} ...", err=True)
 
 
 def build_model(name: str) -> tuple[Any, Sequence[Any]]:
@@ -231,12 +212,9 @@ def build_model(name: str) -> tuple[Any, Sequence[Any]]:
     function, bracket, rest = name.partition("(")
     arguments: Sequence[Any] = ()
     if bracket:
+        values = rest.rstrip().removesuffix(")")
         try:
-            arguments = (
-                ast.literal_eval(f"({rest.rstrip().removesuffix(')')},)")
-                if rest.strip(" )")
-                else ()
-            )
+            arguments = ast.literal_eval(f"({values},)") if values.strip(" )") else ()
         except (ValueError, SyntaxError):
             raise ValueError(
                 f"--model {name}: the arguments must be numbers, texts or lists. HINT: --model "
@@ -295,13 +273,11 @@ def result_lines(result: "ExportResult") -> list[str]:
         lines.append(
             f"{name:14}{error:>9}" + "".join(f"{1e6 * s:>{width - 3},.1f} us" for s in seconds)
         )
-    if result.eager_error:
-        lines.append(
-            f"errors relative to the largest output, tolerance {result.tolerance:.1e}; that of "
-            "eager PyTorch is its rounding error in float32, from float64"
-        )
-    else:
-        lines.append(f"errors relative to the largest output, tolerance {result.tolerance:.1e}")
+    rounding = "; that of eager PyTorch is its rounding error in float32, from float64"
+    lines.append(
+        f"errors relative to the largest output, tolerance {result.tolerance:.1e}"
+        f"{rounding if result.eager_error else ''}"
+    )
     lines += [f"{c.name:14} not used: {c.reason}" for c in result.candidates if c.reason]
     named = [
         (kind, one)

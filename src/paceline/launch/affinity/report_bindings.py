@@ -16,6 +16,7 @@ from ...cluster.topology.pci_devices import pci_cards
 from ...cluster.topology.topology import topology
 from ...cluster.topology.visible_gpus import visible_devices
 from ..layout import Seat
+from ..linux_processes import child_pids
 from ..monitor.progress import ProgressReport
 
 EARLY_SECONDS = 10.0  # after the start: a first report, if no step has been recorded by then
@@ -61,19 +62,8 @@ def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
 
 def child_processes(pid: int, proc: Path = Path("/proc")) -> list[int]:
     """Return the pids of all descendants of a process."""
-    found: list[int] = []
-    try:
-        tasks = os.listdir(proc / str(pid) / "task")
-    except OSError:
-        return found
-    for task in tasks:  # the kernel lists a child under the thread that started it
-        try:
-            text = (proc / str(pid) / "task" / task / "children").read_text()
-        except OSError:
-            continue
-        for child in map(int, text.split()):
-            found += [child, *child_processes(child, proc)]
-    return sorted(found)
+    children = child_pids(pid, proc)
+    return sorted([*children, *(pid for child in children for pid in child_processes(child, proc))])
 
 
 def _mask(task: Path) -> str:

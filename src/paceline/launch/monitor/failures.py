@@ -8,7 +8,7 @@ from typing import Any
 
 from ...record.hooks.error_messages import EXIT_CODE, is_peer_gone
 from ...security.text import printable
-from ..process_signals import signal_name
+from ..linux_processes import signal_name
 
 
 @dataclass

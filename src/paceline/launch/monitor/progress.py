@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...record.ring.tail import read_progress
+from ..linux_processes import child_pids, stat_fields
 from . import rank_stacks
 
 BUSY_CPU_SHARE = 0.5  # of one core: the rank is computing
@@ -116,10 +117,7 @@ class ProgressMonitor:
 def _process_cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ticks = sum(map(int, stat_fields(pid)[11:15]))
     except OSError:
         return 0.0
-    own_seconds = sum(int(ticks) for ticks in fields[11:15]) / _CLOCK_TICKS_PER_S
-    return own_seconds + sum(_process_cpu_seconds(int(child)) for child in children)
+    return ticks / _CLOCK_TICKS_PER_S + sum(map(_process_cpu_seconds, child_pids(pid)))

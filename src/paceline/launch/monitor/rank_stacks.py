@@ -23,8 +23,7 @@ from ...record.ring.tail import process_state
 from ...security.files import open_regular, read_regular
 from ...security.processes import find_program
 from ...security.schema import load_json
-from ..linux_prctl import prctl
-from ..process_signals import signal_checked
+from ..linux_processes import prctl, signal_checked, stat_fields
 
 # A signal that neither schedulers nor scripts normally use.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
@@ -57,8 +56,7 @@ def allow_reading() -> None:
     if os.environ.get("PACELINE_STATUS", "").partition(":")[0] != str(os.getpid()):
         return  # not started by a rank server
     try:
-        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-        launcher = int(stat.rpartition(")")[2].split()[1])
+        launcher = int(stat_fields(os.getppid())[1])
     except (OSError, IndexError):
         return
     prctl(_PTRACER, launcher)

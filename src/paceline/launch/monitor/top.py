@@ -5,11 +5,9 @@ No file is written, no lock is held, and the process runs at the lowest CPU prio
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +23,7 @@ from ...report.numbers import elapsed
 from ...report.terminal.top import MAX_LISTED_RANKS as MOST_RANKS
 from ...report.terminal.top import MAX_RANK_ROWS, render
 from ...security.text import printable
+from ..linux_processes import signals_handled
 from . import live_records
 from .running_jobs import RunningJob, find
 
@@ -198,7 +197,7 @@ def _on_screen(
     job: RunningJob, frames: Iterator[Frame], every: float, console: PlainConsole
 ) -> int:
     last: LiveView | None = None
-    with _ended_by_signals(), Live(console=console, screen=True, auto_refresh=False) as screen:
+    with signals_handled(_exit), Live(console=console, screen=True, auto_refresh=False) as screen:
         for frame in frames:
             last = frame.view or last  # while the job ends, its ring files may be removed
             screen.update(_renderable(job, frame, *console.size), refresh=True)
@@ -209,19 +208,9 @@ def _on_screen(
     return 0
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Exit through SystemExit on SIGTERM and SIGHUP, so that the terminal is restored."""
-
-    def end(number: int, _: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = [(number, signal.signal(number, end)) for number in (signal.SIGTERM, signal.SIGHUP)]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+def _exit(number: int, _: Any) -> NoReturn:
+    """Exit through SystemExit on a signal, so that the terminal is restored."""
+    raise SystemExit(128 + number)
 
 
 def _hint(job: RunningJob) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from ...record.ring.memory_sampler import memory_limits
 from ...security import overlay
 from .. import job_folder
-from ..linux_prctl import SUBREAPER, prctl
+from ..linux_processes import SUBREAPER, prctl
 from .process_groups import RankGroups, end_children
 
 MESSAGE_BYTES = 4096  # a rank's environment comes in a file, which has no such limit

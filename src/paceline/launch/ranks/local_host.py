@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..job_folder import write_attempt
+from ..linux_processes import signal_name
 from ..monitor.progress import ProgressMonitor, ProgressReport
 from ..monitor.rank_messages import MAKE_ROOM_SIGNAL
-from ..process_signals import signal_name
 from .fork_server import MESSAGE_BYTES, RankStart, send_start
 from .framework_variables import free_ports
 from .host import Host

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...security.text import printable
+from ..linux_processes import stat_fields
 
 # For processes to end after SIGKILL. One that frees much memory or GPUs takes seconds; one that
 # waits in the kernel for a device or file system may never end.
@@ -133,10 +134,10 @@ def _children() -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                fields = stat_fields(entry)
             except OSError:
                 continue
-            if len(stat) > 1 and stat[1] == own:  # empty if the process ended meanwhile
+            if len(fields) > 1 and fields[1] == own:  # empty if the process ended meanwhile
                 found.append(int(entry))
     return found
 

@@ -46,7 +46,7 @@ from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
 from ...security.processes import import_folders, module_folders, python_command
 from .. import job_folder
-from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl, set_title
+from ..linux_processes import PARENT_DEATH_SIGNAL, prctl, set_title
 from ..monitor import rank_stacks
 from .fork_server import RankStart
 from .framework_variables import check_horovod, introduce_to_jax

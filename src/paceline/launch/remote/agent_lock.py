@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...security.handshake import DROPPED_CONNECTION_ERRORS
 from ..channel import Channel, connect_channel
-from ..process_signals import signal_checked
+from ..linux_processes import signal_checked, stat_fields
 
 # Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
 END_TIMEOUT_S = 6.0
@@ -174,5 +174,4 @@ def _has_socket(pid: str, inode: int) -> bool:
 
 def _start_time(pid: str) -> int:
     """Return when a process began, in clock ticks since the system's start."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return int(fields[19])
+    return int(stat_fields(pid)[19])

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
+from ...launch.linux_processes import PARENT_DEATH_SIGNAL, prctl
 from ...security.processes import python_command
 
 MAX_MESSAGE_BYTES = 100_000  # of the socket; longer requests are in a file
