@@ -190,13 +190,7 @@ class Shards:
         """Number of classes. Raises DataError if a label exceeds MAX_CLASSES."""
         if self.meta.classes:
             return len(self.meta.classes)
-        count = int(self.labels().max(initial=-1)) + 1
-        if count > MAX_CLASSES:
-            reason = (
-                f"has the label {count - 1:,}, but a dataset has at most {MAX_CLASSES:,} classes"
-            )
-            raise DataError(self.folder / INDEX_FILE, -1, 0, reason)
-        return count
+        return count_classes(int(self.labels().max(initial=-1)), self.folder / INDEX_FILE)
 
     def name(self, i: int) -> str:
         """Return the source of a sample, or "". Raises DataError if names.txt is damaged."""
@@ -445,6 +439,14 @@ class Shards:
         return DataError(
             (folder or self.folder) / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
         )
+
+
+def count_classes(largest: int, file: Path | str) -> int:
+    """Return the number of classes for the largest label. Raises DataError above MAX_CLASSES."""
+    if largest >= MAX_CLASSES:
+        reason = f"has the label {largest:,}, but a dataset has at most {MAX_CLASSES:,} classes"
+        raise DataError(file, -1, 0, reason)
+    return largest + 1
 
 
 class ScratchBuffer:

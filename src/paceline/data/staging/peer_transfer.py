@@ -141,8 +141,8 @@ class PeerTransfer:
         with self._store_call():
             before, count = self._seen, int(self._store.add("there", 0))
             while self._seen < count and self._store.check([f"there/{self._seen}"]):
-                said = self._store.get(f"there/{self._seen}").decode()
-                number, _, host = said.partition(" ")
+                entry = self._store.get(f"there/{self._seen}").decode()
+                number, _, host = entry.partition(" ")
                 if host != self._own:
                     self._where.setdefault(int(number), set()).add(host)
                 self._seen += 1
@@ -151,10 +151,6 @@ class PeerTransfer:
     def has(self, number: int) -> bool:
         """Whether another node has a shard."""
         return bool(self._where.get(number))
-
-    def choose(self, numbers: Sequence[int]) -> int:
-        """Choose one number at random, so that not all nodes fetch the same shard from one node."""
-        return random.choice(numbers)
 
     def fetch(self, number: int, file: BinaryIO) -> bool:
         """Write a shard to ``file`` from a node that has it; return False if none sent it."""
@@ -244,6 +240,6 @@ def join_peer_transfer(
 def own_address(address: str, port: int) -> str:
     """Return this node's address on the route to another one. Nothing is sent."""
     family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as one:
-        one.connect(where)
-        return str(one.getsockname()[0])
+    with socket.socket(family, kind) as unsent:
+        unsent.connect(where)
+        return str(unsent.getsockname()[0])

@@ -52,12 +52,14 @@ class ZarrRows(Rows):
         return int(self._data.shape[0])
 
     def read(self, first: int, end: int) -> Array:
-        with convert_library_errors(self.description):
-            return self._decoder.decode(native(self._data[first:end], self.description))
+        return self._read(slice(first, end))
 
     def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        return self._read((i, *part))
+
+    def _read(self, index: Any) -> Array:
         with convert_library_errors(self.description):
-            return self._decoder.decode(native(self._data[(i, *part)], self.description))
+            return self._decoder.decode(native(self._data[index], self.description))
 
 
 def _attributes(data: Any) -> dict[str, Any]:
