@@ -19,9 +19,7 @@ from ..security.text import printable
 from ..version import __version__
 from .builtin.translate import translate
 from .builtin.values import UnsupportedError
-from .model_file import without_changes, write_model_file
-from .native_model import NativeModel, NativeModelError, library
-from .onnx_model import (
+from .model_file import (
     CompileError,
     OnnxError,
     compile_model,
@@ -30,7 +28,10 @@ from .onnx_model import (
     processor,
     torch_abi,
     torch_library,
+    without_changes,
+    write_model_file,
 )
+from .native_model import NativeModel, NativeModelError, library
 from .specification import (
     DEFAULT_BOUNDS,
     MAX_RANK,
@@ -551,14 +552,12 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     Speeds are compared by the product of the times for all batches.
     """
 
-    def slowness(one: Candidate) -> float:
-        product = 1.0
-        for seconds in one.call_s:
-            product *= seconds
-        return float(product ** (1 / max(1, len(one.call_s))))
+    def slowness(candidate: Candidate) -> float:
+        return math.prod(candidate.call_s) ** (1 / max(1, len(candidate.call_s)))
 
     best: Candidate | None = None
-    for one in candidates:  # from the fewest needs to the most
-        if not one.reason and (best is None or slowness(one) * FASTER < slowness(best)):
-            best = one
+    for candidate in candidates:  # from the fewest needs to the most
+        is_best = best is None or slowness(candidate) * FASTER < slowness(best)
+        if not candidate.reason and is_best:
+            best = candidate
     return best

@@ -72,7 +72,7 @@ class Translation:
                 self.held[node] = self.exported.constants[name]
             else:
                 if not inputs:
-                    self.batch = self._meta(node).shape[0]
+                    self.batch = node.meta["val"].shape[0]
                 value = Value(-1, self.shape(node))
                 value = Value(self.built.new_slot(value.elements), value.shape)
                 inputs.append(value.slot)
@@ -85,12 +85,9 @@ class Translation:
             return found
         return torch.as_tensor(self.exported.constants[name])  # a buffer that is not saved
 
-    def _meta(self, node: Node) -> Any:
-        return node.meta["val"]
-
     def shape(self, node: Node) -> tuple[int, ...]:
         """Return the shape of a node without the batch. Raises UnsupportedError."""
-        return self.sample_shape(self._meta(node))
+        return self.sample_shape(node.meta["val"])
 
     def sample_shape(self, meta: Any) -> tuple[int, ...]:
         if not isinstance(meta, torch.Tensor):

@@ -45,7 +45,7 @@ from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
 from ..training_state import TrainingState, random_states, set_random_states
 from .automatic import MemoryOptions, layout_problems, resolve_automatic
-from .sample_parts import SampleParts
+from .inference import SampleParts
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
     from ...parallel.memory.survey import MemorySurvey
