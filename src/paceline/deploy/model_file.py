@@ -243,11 +243,11 @@ def _check_numbers(model: Any, exported: ExportedProgram) -> None:
 def _numbers(exported: ExportedProgram) -> Iterator[float]:
     """Yield the numbers that are arguments of operators."""
 
-    def inside(one: Any) -> Iterator[float]:
-        if isinstance(one, float):
-            yield one
-        elif isinstance(one, list | tuple):
-            for each in one:
+    def inside(value: Any) -> Iterator[float]:
+        if isinstance(value, float):
+            yield value
+        elif isinstance(value, list | tuple):
+            for each in value:
                 yield from inside(each)
 
     for node in exported.graph.nodes:
@@ -269,15 +269,15 @@ def _float32_numbers(model: Any) -> Iterator[tuple[str, float]]:
         for node in graph.node:
             constant = node.op_type == "Constant"
             where = user_of(node.output[0]) if constant else node.op_type
-            for one in node.attribute:
-                if one.type == AttributeProto.FLOAT:
-                    yield where, one.f
-                elif one.type == AttributeProto.FLOATS:
-                    yield from ((where, x) for x in one.floats)
-                elif one.type == AttributeProto.TENSOR:
-                    yield from in_tensor(where, one.t)
-                elif one.type == AttributeProto.GRAPH:
-                    yield from in_graph(one.g)
+            for attribute in node.attribute:
+                if attribute.type == AttributeProto.FLOAT:
+                    yield where, attribute.f
+                elif attribute.type == AttributeProto.FLOATS:
+                    yield from ((where, x) for x in attribute.floats)
+                elif attribute.type == AttributeProto.TENSOR:
+                    yield from in_tensor(where, attribute.t)
+                elif attribute.type == AttributeProto.GRAPH:
+                    yield from in_graph(attribute.g)
         for tensor in getattr(graph, "initializer", ()):  # functions have none
             yield from in_tensor(user_of(tensor.name), tensor)
 

@@ -85,9 +85,9 @@ def _zstd(row: IndexRow, data: Bytes, into: Any) -> Any:
     size = nbytes(row.dtype, row.shape)
     zstandard = import_optional("zstandard")
     try:
-        told = zstandard.frame_content_size(data)
-        if told not in (size, -1):  # -1: unknown; at most ``size`` bytes are decompressed
-            raise ValueError(f"decompresses to {told:,} bytes, but its row says {size:,}")
+        stored_size = zstandard.frame_content_size(data)
+        if stored_size not in (size, -1):  # -1: unknown; at most ``size`` bytes are decompressed
+            raise ValueError(f"decompresses to {stored_size:,} bytes, but its row says {size:,}")
         if size > MAX_SAMPLE_BYTES:
             raise ValueError(f"decompresses to {size:,} bytes; the maximum is {MAX_SAMPLE_BYTES:,}")
         whole = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)

@@ -165,16 +165,16 @@ class PeerTransfer:
                 file.truncate()
         return False
 
-    def end(self, told: Mapping[str, Any]) -> None:
+    def end(self, result: Mapping[str, Any]) -> None:
         """Publish the result of this node, once, so that the other nodes do not wait for it."""
         if self._ended:
             return
         self._ended = True
         with contextlib.suppress(StoreLostError), self._store_call():
             place = int(self._store.add("told", 1)) - 1
-            self._store.set(f"told/{place}", json.dumps(dict(told)))
+            self._store.set(f"told/{place}", json.dumps(dict(result)))
 
-    def all_told(self) -> list[dict[str, Any]]:
+    def all_results(self) -> list[dict[str, Any]]:
         """Return the results of the nodes that have finished."""
         with self._store_call():
             keys = [f"told/{place}" for place in range(int(self._store.add("told", 0)))]
@@ -187,12 +187,12 @@ class PeerTransfer:
             step: Called periodically; it may raise.
         """
         try:
-            while len(told := self.all_told()) < self.hosts:
+            while len(results := self.all_results()) < self.hosts:
                 step()
                 time.sleep(4 * POLL_INTERVAL_S)
         except StoreLostError:
             return []
-        return told
+        return results
 
     def close(self) -> None:
         self._server.close()

@@ -94,7 +94,9 @@ class SampleParts:
         part = np.asarray(volume[self.slices(shape)[1:]])[None]
         part = np.ascontiguousarray(part, part.dtype.newbyteorder("="))
         inputs = torch.from_numpy(part).to(self.device)
-        dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
+        dtypes = (
+            parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
+        )
         if not inputs.is_complex() and (dtype := next(dtypes, None)) is not None:
             inputs = inputs.to(dtype)
         modes = [(module, module.training) for module in model.modules()]
