@@ -32,7 +32,7 @@ from native_programs import (
 from rich.table import Table
 
 from paceline.deploy.export import TOLERANCE
-from paceline.deploy.onnx_model import onnxruntime_library
+from paceline.deploy.model_file import onnxruntime_library
 
 MODELS = ["empty", "mlp", "unet", "transformer"]
 BACKENDS = ["builtin", "onnxruntime", "aotinductor"]

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import SCRIPTS
 
 from paceline.deploy.export import BACKENDS, ExportError, ExportResult, export_model
+from paceline.deploy.model_file import compile_model, onnxruntime_library, torch_library
 from paceline.deploy.native_model import build_flags
-from paceline.deploy.onnx_model import compile_model, onnxruntime_library, torch_library
 from paceline.deploy.specification import TensorSpec
 
 SOURCES = SCRIPTS / "deploy"

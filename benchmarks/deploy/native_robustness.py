@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import console, finish, machine, options, run, target
 from native_programs import build_program, export, run_json
 
+from paceline.deploy.model_file import onnxruntime_library
 from paceline.deploy.native_model import NativeModel, NativeModelError
-from paceline.deploy.onnx_model import onnxruntime_library
 
 MODELS = ["mlp", "unet", "transformer"]
 NOTICED = {"PACELINE_ERROR_DAMAGED", "PACELINE_ERROR_VERSION"}  # a flip may make the format newer

@@ -45,7 +45,7 @@ from rich.table import Table
 from study_pictures import draw_study
 from training import REFERENCE_BATCH, Settings, train
 
-from paceline.optim.rates import RULES as RULE_FACTORS
+from paceline.optim.large_batches import RULES as RULE_FACTORS
 
 TIMES = 32
 BATCH = TIMES * REFERENCE_BATCH

@@ -16,9 +16,8 @@ from test_model_file import split
 from torch import nn
 
 from paceline.deploy.export import Candidate, ExportError, choose
-from paceline.deploy.model_file import encode_model_file
+from paceline.deploy.model_file import encode_model_file, onnxruntime_library
 from paceline.deploy.native_model import LIBRARY_PATH, NativeModel, NativeModelError
-from paceline.deploy.onnx_model import onnxruntime_library
 from paceline.deploy.specification import inputs_of_examples, parse_input
 
 

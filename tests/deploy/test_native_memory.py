@@ -10,8 +10,8 @@ import exported_models as models
 import pytest
 from exported_models import export
 
+from paceline.deploy.model_file import onnxruntime_library
 from paceline.deploy.native_model import build_flags, copy_runtime
-from paceline.deploy.onnx_model import onnxruntime_library
 
 ROOT = Path(__file__).parents[2]
 CALLS = ROOT / "benchmarks/scripts/deploy/calls.c"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.optim.rates import scale_learning_rate
+from paceline.optim.large_batches import scale_learning_rate
 
 
 def optimizer(rate=0.1):

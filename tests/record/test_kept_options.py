@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from paceline.optim.rates import scale_learning_rate
+from paceline.optim.large_batches import scale_learning_rate
 from paceline.record.hooks import script_options
 from paceline.world import restoring
 

@@ -23,7 +23,7 @@ from tasks import Task, build_model, load_task
 
 import paceline
 from paceline.optim import LAMB, LARS
-from paceline.optim.rates import scale_learning_rate
+from paceline.optim.large_batches import scale_learning_rate
 
 REFERENCE_BATCH = 32
 OPTIMIZERS: dict[str, Callable[[Any, float, float], Optimizer]] = {

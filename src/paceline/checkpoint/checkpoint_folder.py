@@ -230,7 +230,7 @@ def _archive_options(state: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     options: dict[str, Any] = {"save.compute_crc32": False}
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    nbytes = sum(one.nbytes for one in tensors if one.layout is torch.strided)
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
     if hasattr(config.save, "storage_alignment") and nbytes > MIN_ALIGNED_BYTES * len(tensors):
         options["save.storage_alignment"] = BLOCK_BYTES
     patched: contextlib.AbstractContextManager[Any] = cast(Any, config).patch(options)

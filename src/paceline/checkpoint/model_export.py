@@ -79,10 +79,10 @@ def export_model(
     if not tensors:
         under = f" whose names begin with {prefix}" if prefix else ""
         raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
-    for name, one in tensors.items():
-        if isinstance(one, torch.Tensor):
-            _check_layout(name, one, dest)
-    shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            _check_layout(name, tensor, dest)
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
     def read(name: str) -> torch.Tensor:
         return whole(tensors[name])
@@ -90,8 +90,10 @@ def export_model(
     if dest.suffix == ".safetensors":
         size = write_safetensors(dest, shapes, read)
     else:
-        copies = {id(one): whole(one) for one in tensors.values()}  # tied weights stay tied
-        size = write_tensors(dest, {name: copies[id(one)] for name, one in tensors.items()})
+        copies = {
+            id(tensor): whole(tensor) for tensor in tensors.values()
+        }  # tied weights stay tied
+        size = write_tensors(dest, {name: copies[id(tensor)] for name, tensor in tensors.items()})
     elements = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
     left_out = [name for name in state if name not in tensors]
     return ExportReport(str(folder), step, len(tensors), elements, size, left_out)
@@ -114,9 +116,9 @@ def load_model_state(
         raise ValueError(f"{source} does not exist. HINT: the checkpoint=... of world.epochs")
     folder, step, state = _model_state(source, number)
     tensors = {
-        name.removeprefix(prefix): whole(one)
-        for name, one in state.items()
-        if isinstance(one, torch.Tensor | SavedTensor) and name.startswith(prefix)
+        name.removeprefix(prefix): whole(tensor)
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor | SavedTensor) and name.startswith(prefix)
     }
     if not tensors:
         under = f" whose names begin with {prefix}" if prefix else ""

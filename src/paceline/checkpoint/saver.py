@@ -322,7 +322,9 @@ def _problems(entries: list[dict[str, Any]]) -> str:
         if "error" in entry:
             ranks.setdefault(entry["error"], []).append(rank)
     layouts = [entry.pop("layout", None) for entry in entries]
-    if not ranks and (other := [rank for rank, one in enumerate(layouts) if one != layouts[0]]):
+    if not ranks and (
+        other := [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
+    ):
         return f"{named_ranks(other)}: the DTensors have other shapes or placements than on rank 0"
     return "; ".join(f"{named_ranks(of)}: {reason}" for reason, of in ranks.items())
 
@@ -346,13 +348,13 @@ def find_newest_valid(
     """
     rank, size, gather = ranks or Ranks(0, 1, lambda own, _: [own])
     found = checkpoint_folder.list_checkpoints(directory) if rank == 0 else []
-    names = gather([one.name for one in found], list[str])[0]
+    names = gather([folder.name for folder in found], list[str])[0]
     candidates: list[Path] = [directory / name for name in names]
     for folder in candidates:
         problems: list[tuple[str, str] | None] = gather(
             _problem_of(folder, rank, size), tuple[str, str] | None
         )
-        first = min((one for one in problems if one is not None), default=None)
+        first = min((problem for problem in problems if problem is not None), default=None)
         if first is None:
             return folder
         if rank == 0:

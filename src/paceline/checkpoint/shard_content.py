@@ -40,7 +40,7 @@ def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
         tensors.update(shard["tensors"])
         for number, piece in shard.get("pieces", {}).items():
             pieces.setdefault(number, []).append(piece)
-        own.append(_joined(shard["own"], [one.clone() for one in shard["own_tensors"]], path))
+        own.append(_joined(shard["own"], [tensor.clone() for tensor in shard["own_tensors"]], path))
     try:
         tensors.update({number: SavedTensor.of(each) for number, each in pieces.items()})
     except PieceError as error:
@@ -157,7 +157,7 @@ def describe_other_save(save: Any, manifest: Manifest, rank: int) -> str:
         return ""
     if not isinstance(save, dict) or save.keys() != expected.keys():
         return "does not say to which checkpoint it belongs"
-    if save["id"] in [one.get("id") for one in manifest["files"]]:
+    if save["id"] in [entry.get("id") for entry in manifest["files"]]:
         return f"is the shard of rank {save['rank']!r:.20}, under the name of rank {rank}"
     return f"is a part of another checkpoint or run (step {save['step']!r:.20})"
 

@@ -49,7 +49,7 @@ def is_piece(value: Any) -> bool:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return False
     return all(
-        type(index) is tuple and all(type(one) is int and one >= 0 for one in index)
+        type(index) is tuple and all(type(number) is int and number >= 0 for number in index)
         for index in (value["shape"], value["offset"])
     )
 
@@ -76,7 +76,7 @@ def copies_in_mesh(tensor: "DTensor") -> list[int]:
     if where is None:
         return []
     placed = zip(tensor.placements, where, strict=True)
-    at = tuple(slice(None) if one.is_replicate() else index for one, index in placed)
+    at = tuple(slice(None) if placement.is_replicate() else index for placement, index in placed)
     ranks = mesh.mesh[at].flatten()
     return sorted(int(rank) for rank in ranks)
 
@@ -218,7 +218,7 @@ def copy_into(saved: torch.Tensor | SavedTensor, dest: Any) -> bool:
     if (tuple(dest.shape), dest.dtype) != (tuple(saved.shape), saved.dtype):
         return False
     is_plain = type(dest) in (torch.Tensor, torch.nn.Parameter) or is_sharded(dest)
-    if not is_plain or not all(_is_dense(one) for one in (saved, dest)):
+    if not is_plain or not all(_is_dense(tensor) for tensor in (saved, dest)):
         return False
     local = dest.to_local() if is_sharded(dest) else dest
     offset = held_part(dest)[0] if is_sharded(dest) else (0,) * dest.dim()
@@ -271,12 +271,12 @@ def _check_disjoint(pieces: Sequence[Piece]) -> None:
     for piece in ordered:
         first = piece["offset"][:1]
         active = [
-            one
-            for one in active
-            if not first or one["offset"][0] + one["tensor"].shape[0] > first[0]
+            other
+            for other in active
+            if not first or other["offset"][0] + other["tensor"].shape[0] > first[0]
         ]
-        for one in active:
-            shapes = tuple(one["tensor"].shape), tuple(piece["tensor"].shape)
-            if _overlap(one["offset"], shapes[0], piece["offset"], shapes[1]):
+        for other in active:
+            shapes = tuple(other["tensor"].shape), tuple(piece["tensor"].shape)
+            if _overlap(other["offset"], shapes[0], piece["offset"], shapes[1]):
                 raise PieceError(f"two pieces of a tensor of shape {piece['shape']} overlap")
         active.append(piece)

@@ -212,10 +212,12 @@ def merge_owned(shared: Any, own: list[Any]) -> None:
     for name in dict.fromkeys(name for section in sections for name in section):
         given = [section[name] for section in sections if name in section]
         count = len(shared.get(name, ()))
-        if any(not isinstance(one, list) or len(one) != count for one in given):
+        if any(not isinstance(section, list) or len(section) != count for section in given):
             raise PieceError(f"the ranks have saved other {name} than the state has")
         for i in range(count):
-            shared[name][i] = _merged(shared[name][i], [one[i] for one in given if one[i]])
+            shared[name][i] = _merged(
+                shared[name][i], [section[i] for section in given if section[i]]
+            )
 
 
 def _merged(shared: Any, parts: list[dict[Any, Any]]) -> Any:
@@ -240,7 +242,7 @@ def _joined(name: Any, values: list[Any]) -> Any:
         values = [piece for value in values for piece in value]  # several of one rank
     first = values[0]
     if not isinstance(first, dict):
-        if not all(_is_equal(first, one) for one in values[1:]):
+        if not all(_is_equal(first, value) for value in values[1:]):
             raise PieceError(
                 f"several ranks have saved {name!r:.80}, and it differs. HINT: load an earlier "
                 "checkpoint, and have the script compute the same value on all ranks"

@@ -139,7 +139,7 @@ class UnfinishedFolder:
         return UnsafeFileError(errno.EPERM, f"{self.path.name} {reason}", str(self.path))
 
 
-def exchange_names(one: Path, other: Path) -> bool:
+def exchange_names(folder: Path, other: Path) -> bool:
     """Exchange the names of two folders in one step; return False if that is not possible.
 
     Kernel, C library and file system must support RENAME_EXCHANGE of renameat2(2).
@@ -147,7 +147,7 @@ def exchange_names(one: Path, other: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
-    paths = os.fsencode(one), os.fsencode(other)
+    paths = os.fsencode(folder), os.fsencode(other)
     return bool(renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
 
 
@@ -225,7 +225,7 @@ def is_complete(path: Path) -> bool:
     try:
         entries = read_manifest(path)["files"]
         return is_checkpoint(path) and all(
-            (path / one["name"]).lstat().st_size == one["bytes"] for one in entries
+            (path / entry["name"]).lstat().st_size == entry["bytes"] for entry in entries
         )
     except (OSError, DamagedCheckpointError):
         return False

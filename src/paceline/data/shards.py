@@ -111,8 +111,8 @@ class Shards:
         self._check_row = make_row_check(self.meta)
         self._names: SampleNames | None = None
         if self.meta.names:
-            told = self.meta.files.get(NAMES_FILE)
-            self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, told)
+            checksum = self.meta.files.get(NAMES_FILE)
+            self._names = SampleNames(self.folder / NAMES_FILE, self.meta.samples, checksum)
         self._open_lock = ForkSafeLock()
         self._staged = open_staged_here(self.folder)
         self._index = self._open_index()
@@ -190,13 +190,7 @@ class Shards:
         """Number of classes. Raises DataError if a label exceeds MAX_CLASSES."""
         if self.meta.classes:
             return len(self.meta.classes)
-        count = int(self.labels().max(initial=-1)) + 1
-        if count > MAX_CLASSES:
-            reason = (
-                f"has the label {count - 1:,}, but a dataset has at most {MAX_CLASSES:,} classes"
-            )
-            raise DataError(self.folder / INDEX_FILE, -1, 0, reason)
-        return count
+        return count_classes(int(self.labels().max(initial=-1)), self.folder / INDEX_FILE)
 
     def name(self, i: int) -> str:
         """Return the source of a sample, or "". Raises DataError if names.txt is damaged."""
@@ -216,13 +210,13 @@ class Shards:
                 self._names.check()
         except InvalidFileError as error:
             found.append(DataError(error.file, -1, 0, error.reason))
-        told, path = self.meta.files.get(INDEX_FILE), self.folder / INDEX_FILE
-        if told is not None:
+        expected, path = self.meta.files.get(INDEX_FILE), self.folder / INDEX_FILE
+        if expected is not None:
             with open(_open(path), "rb") as file:
                 crc = 0
                 while piece := file.read(PIECE_BYTES):
                     crc = shard_format.checksum(b"", piece, start=crc)
-                if (file.tell(), crc) != (told.bytes, told.crc):
+                if (file.tell(), crc) != (expected.bytes, expected.crc):
                     reason = "has changed (its checksum differs): rows may have changed places"
                     found.append(DataError(path, -1, 0, reason))
         return found
@@ -234,9 +228,9 @@ class Shards:
 
     def shard_path(self, shard: int) -> Path:
         """Return the file a shard is read from: the staged copy if it is complete."""
-        staged, one = self._staged, self.meta.shards[shard]
-        near = staged.path if staged is not None and whole(staged, one) else self.folder
-        return near / one.file
+        staged, original = self._staged, self.meta.shards[shard]
+        near = staged.path if staged is not None and whole(staged, original) else self.folder
+        return near / original.file
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
         """Return shape and dtype of a sample and of its label, without reading the sample."""
@@ -354,7 +348,7 @@ class Shards:
 
     def _read_at(self, i: int, row: IndexRow, parts: list[Any], at: int) -> None:
         """Read bytes of a sample's shard into ``parts``."""
-        file, left = self._file(row.shard), [one for one in parts if len(one)]
+        file, left = self._file(row.shard), [part for part in parts if len(part)]
         try:
             while left:
                 done = os.preadv(file, left, at)
@@ -417,10 +411,10 @@ class Shards:
         """Open the staged copy of a shard if it exists and is complete."""
         if self._staged is None:
             return None
-        told = self.meta.shards[shard]
+        original = self.meta.shards[shard]
         try:
-            file = self._staged.open_file(told.file)
-            if os.fstat(file).st_size == told.bytes:
+            file = self._staged.open_file(original.file)
+            if os.fstat(file).st_size == original.bytes:
                 self._next_staged_check.pop(shard, None)
                 return file
             os.close(file)
@@ -445,6 +439,14 @@ class Shards:
         return DataError(
             (folder or self.folder) / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
         )
+
+
+def count_classes(largest: int, file: Path | str) -> int:
+    """Return the number of classes for the largest label. Raises DataError above MAX_CLASSES."""
+    if largest >= MAX_CLASSES:
+        reason = f"has the label {largest:,}, but a dataset has at most {MAX_CLASSES:,} classes"
+        raise DataError(file, -1, 0, reason)
+    return largest + 1
 
 
 class ScratchBuffer:

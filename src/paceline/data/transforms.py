@@ -188,10 +188,10 @@ class Normalise:
         Raises:
             ValueError: The dataset was packed without statistics.
         """
-        told = shards.meta.statistics
-        if "mean" not in told:
+        statistics = shards.meta.statistics
+        if "mean" not in statistics:
             raise ValueError(f"{shards!r} has no statistics. HINT: paceline pack --statistics 4096")
-        return cls(told["mean"], told["deviation"], -1 if shards.images else 0)
+        return cls(statistics["mean"], statistics["deviation"], -1 if shards.images else 0)
 
     def __call__(self, x: Array, rng: np.random.Generator) -> Array:
         shape = [1] * x.ndim

@@ -19,9 +19,7 @@ from ..security.text import printable
 from ..version import __version__
 from .builtin.translate import translate
 from .builtin.values import UnsupportedError
-from .model_file import without_changes, write_model_file
-from .native_model import NativeModel, NativeModelError, library
-from .onnx_model import (
+from .model_file import (
     CompileError,
     OnnxError,
     compile_model,
@@ -30,7 +28,10 @@ from .onnx_model import (
     processor,
     torch_abi,
     torch_library,
+    without_changes,
+    write_model_file,
 )
+from .native_model import NativeModel, NativeModelError, library
 from .specification import (
     DEFAULT_BOUNDS,
     MAX_RANK,
@@ -162,7 +163,7 @@ def export_model(
 
 
 def _check_backends(backends: Sequence[str]) -> None:
-    if unknown := [one for one in backends if one not in BACKENDS]:
+    if unknown := [backend for backend in backends if backend not in BACKENDS]:
         raise ValueError(f"unknown backend {printable(unknown[0])}. HINT: {', '.join(BACKENDS)}")
 
 
@@ -223,8 +224,8 @@ def _prepare(
     exported = _export_graph(whole, spec, sample)
     spec = ModelSpec(dtype, tuple(inputs), _symbolic_outputs(outputs, exported, spec), limits)
     sizes = _case_sizes(spec)
-    given = [make_inputs(spec, one, examples) for one in sizes]
-    expected = [_call(whole, one) for one in given]
+    given = [make_inputs(spec, case, examples) for case in sizes]
+    expected = [_call(whole, case) for case in given]
     own = _rounding_error(whole, given, expected) if dtype == "float32" else 0.0
     return _Job(whole, spec, exported, sizes, given, expected, own)
 
@@ -235,7 +236,7 @@ def _rounding_error(
     """Return the largest error of results in float32, from the same model in float64; 0 without."""
     try:
         twice = copy.deepcopy(model).double()
-        exact = [_call(twice, [x.double() for x in one]) for one in given]
+        exact = [_call(twice, [x.double() for x in case]) for case in given]
     except ValueError:  # it has operators that float64 lacks
         return 0.0
     error = max(relative_error(y, want) for y, want in zip(expected, exact, strict=True))
@@ -275,14 +276,14 @@ def make_inputs(
     """Return inputs of given sizes: rows of the examples, or random numbers."""
     generator = torch.Generator().manual_seed(SEED)
     made = []
-    for i, one in enumerate(spec.inputs):
-        shape = one.concrete(sizes)
+    for i, tensor_spec in enumerate(spec.inputs):
+        shape = tensor_spec.concrete(sizes)
         if i < len(examples) and examples[i].shape[1:] == shape[1:] and len(examples[i]):
             rows = torch.arange(shape[0]) % len(examples[i])
             made.append(examples[i].detach().cpu()[rows].to(spec.torch_dtype).contiguous())
             continue
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        pair = normalisation(one.values, one, "input")
+        pair = normalisation(tensor_spec.values, tensor_spec, "input")
         made.append((x if pair is None else x * pair[1] + pair[0]).to(spec.torch_dtype))
     return made
 
@@ -359,11 +360,11 @@ def _symbolic_outputs(
                 known[str(size)] = symbol
     results = next(n for n in exported.graph.nodes if n.op == "output").args[0]
     named = []
-    for one, node in zip(outputs, results, strict=True):
+    for output, node in zip(outputs, results, strict=True):
         meta = node.meta["val"]
         if str(meta.dtype).removeprefix("torch.") != spec.dtype:
             raise ValueError(
-                f"output {one.name} is {meta.dtype}; the inputs are {spec.dtype}. HINT: let the "
+                f"output {output.name} is {meta.dtype}; the inputs are {spec.dtype}. HINT: let the "
                 f"model return .to({spec.dtype}), or choose another dtype by --input"
             )
         shape: list[int | str] = []
@@ -374,10 +375,10 @@ def _symbolic_outputs(
                 shape.append(known[str(size)])
             else:
                 raise ValueError(
-                    f"output {one.name} has the size {size}, which is no size of an input. HINT: "
-                    "fix that size of the input: --input 'x: float32[batch,3,64,64]'"
+                    f"output {output.name} has the size {size}, which is no size of an input. "
+                    "HINT: fix that size of the input: --input 'x: float32[batch,3,64,64]'"
                 )
-        named.append(TensorSpec(one.name, tuple(shape), one.values))
+        named.append(TensorSpec(output.name, tuple(shape), output.values))
     return tuple(named)
 
 
@@ -390,7 +391,7 @@ def _case_sizes(spec: ModelSpec) -> list[dict[str, int]]:
             name: min(max(least, batch if i == 0 else min(batch, 8)), most)
             for i, (name, (least, most)) in enumerate(spec.bounds.items())
         }
-        shapes = [one.concrete(sizes) for one in (*spec.inputs, *spec.outputs)]
+        shapes = [tensor_spec.concrete(sizes) for tensor_spec in (*spec.inputs, *spec.outputs)]
         count = sum(torch.Size(shape).numel() for shape in shapes)
         if sizes not in found and (not found or count * width <= MAX_CASE_BYTES):
             found.append(sizes)
@@ -420,7 +421,7 @@ class _Trials:
         candidates = [self._try(name) for name in BACKENDS if name in backends]
         best = choose(candidates)
         if best is None:
-            lines = "\n".join(f"  {one.name}: {one.reason}" for one in candidates)
+            lines = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in candidates)
             raise ExportError(
                 f"no backend can compute the model in {self.job.spec.dtype} within "
                 f"{self.tolerance:g} of the largest output:\n{lines}\n"
@@ -450,27 +451,29 @@ class _Trials:
 
     def _try(self, name: str) -> Candidate:
         self.say(f"{name}: exporting" if name != "aotinductor" else f"{name}: compiling")
-        one = Candidate(name)
+        candidate = Candidate(name)
         try:
             self.made[name] = self._make(name)
         except (UnsupportedError, OnnxError, CompileError) as error:
-            one.reason = f"can't express the model: {error}"
-            return one
+            candidate.reason = f"can't express the model: {error}"
+            return candidate
         trial = self.folder / f"{name}.paceline"
-        one.bytes = write_model_file(trial, self._manifest(name), self._sections(name))
+        candidate.bytes = write_model_file(trial, self._manifest(name), self._sections(name))
         self.say(f"{name}: measuring")
         place = {"onnxruntime": onnxruntime_library, "aotinductor": torch_library}
         try:
             library_path = place[name]() if name in place else ""
             with NativeModel(trial, library_path=library_path) as model:
-                one.error = self._error(model)
-                if not one.error <= self.tolerance:
-                    one.reason = f"error {one.error:.2g}, tolerance {self.tolerance:.2g}"
-                    return one
-                one.call_s = [model.measure(i, MEASURE_S) for i in range(len(self.job.sizes))]
+                candidate.error = self._error(model)
+                if not candidate.error <= self.tolerance:
+                    candidate.reason = (
+                        f"error {candidate.error:.2g}, tolerance {self.tolerance:.2g}"
+                    )
+                    return candidate
+                candidate.call_s = [model.measure(i, MEASURE_S) for i in range(len(self.job.sizes))]
         except NativeModelError as error:
-            one.reason = str(error).removeprefix(f"{trial}: ")
-        return one
+            candidate.reason = str(error).removeprefix(f"{trial}: ")
+        return candidate
 
     def _error(self, model: NativeModel) -> float:
         worst = 0.0
@@ -508,7 +511,7 @@ class _Trials:
             "symbols": [{"name": n, "min": a, "max": b} for n, (a, b) in spec.bounds.items()],
             "inputs": [spec_json(x, spec.dtype) for x in spec.inputs],
             "outputs": [spec_json(y, spec.dtype) for y in spec.outputs],
-            "vectors": [[one[symbol] for symbol in spec.bounds] for one in self.job.sizes],
+            "vectors": [[sizes[symbol] for symbol in spec.bounds] for sizes in self.job.sizes],
             "tolerance": self.tolerance,
             **own,
         }
@@ -551,14 +554,12 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     Speeds are compared by the product of the times for all batches.
     """
 
-    def slowness(one: Candidate) -> float:
-        product = 1.0
-        for seconds in one.call_s:
-            product *= seconds
-        return float(product ** (1 / max(1, len(one.call_s))))
+    def slowness(candidate: Candidate) -> float:
+        return math.prod(candidate.call_s) ** (1 / max(1, len(candidate.call_s)))
 
     best: Candidate | None = None
-    for one in candidates:  # from the fewest needs to the most
-        if not one.reason and (best is None or slowness(one) * FASTER < slowness(best)):
-            best = one
+    for candidate in candidates:  # from the fewest needs to the most
+        is_best = best is None or slowness(candidate) * FASTER < slowness(best)
+        if not candidate.reason and is_best:
+            best = candidate
     return best

@@ -152,12 +152,12 @@ class NativeModel:
 
 def _tensors(tensors: Sequence[torch.Tensor], keep: list[object]) -> "ctypes.Array[_Tensor]":
     made = (_Tensor * max(1, len(tensors)))()
-    for into, one in zip(made, tensors, strict=False):
-        shape = (c_int64 * max(1, one.dim()))(*one.shape)
-        strides = (c_int64 * max(1, one.dim()))(*one.stride())
+    for into, tensor in zip(made, tensors, strict=False):
+        shape = (c_int64 * max(1, tensor.dim()))(*tensor.shape)
+        strides = (c_int64 * max(1, tensor.dim()))(*tensor.stride())
         keep += [shape, strides]
-        dtype = CODES.get(str(one.dtype).removeprefix("torch."), 0)
-        into.data, into.dtype, into.rank = one.data_ptr(), dtype, one.dim()
+        dtype = CODES.get(str(tensor.dtype).removeprefix("torch."), 0)
+        into.data, into.dtype, into.rank = tensor.data_ptr(), dtype, tensor.dim()
         into.shape, into.strides = shape, strides
     return made
 
@@ -165,7 +165,7 @@ def _tensors(tensors: Sequence[torch.Tensor], keep: list[object]) -> "ctypes.Arr
 def new_outputs(spec: ModelSpec, sizes: Mapping[str, int]) -> list[torch.Tensor]:
     """Return empty tensors for the outputs of a call."""
     dtype = DTYPES[spec.dtype]
-    return [torch.empty(one.concrete(sizes), dtype=dtype) for one in spec.outputs]
+    return [torch.empty(output.concrete(sizes), dtype=dtype) for output in spec.outputs]
 
 
 def build_flags(language: str) -> str:

@@ -119,18 +119,18 @@ def _check_name(name: str, where: str) -> None:
 
 def inputs_of_examples(examples: Sequence[torch.Tensor]) -> tuple[str, tuple[TensorSpec, ...]]:
     """Return dtype and specification of example inputs, whose first dimension is the batch."""
-    dtypes = {str(one.dtype).removeprefix("torch.") for one in examples}
+    dtypes = {str(example.dtype).removeprefix("torch.") for example in examples}
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):
         raise ValueError(
             f"example inputs have the dtypes {', '.join(sorted(dtypes))}; all must be float32, or "
             f"all float64. {INTEGERS}"
         )
-    if any(one.dim() < 1 for one in examples):
+    if any(example.dim() < 1 for example in examples):
         raise ValueError("an example input has no dimension. HINT: its first one must be the batch")
     many = len(examples) > 1
     specs = tuple(
-        TensorSpec(f"x{i}" if many else "x", ("batch", *one.shape[1:]))
-        for i, one in enumerate(examples)
+        TensorSpec(f"x{i}" if many else "x", ("batch", *example.shape[1:]))
+        for i, example in enumerate(examples)
     )
     return dtypes.pop(), specs
 
@@ -156,30 +156,30 @@ def input_of_first_linear(module: torch.nn.Module) -> tuple[str, tuple[TensorSpe
 
 
 def choose_inputs(
-    said: Sequence[tuple[str, TensorSpec]],
+    given: Sequence[tuple[str, TensorSpec]],
     examples: Sequence[torch.Tensor],
     module: torch.nn.Module,
 ) -> tuple[str, tuple[TensorSpec, ...]]:
-    """Return dtype and inputs: as said, else of the examples, else of a first linear layer.
+    """Return dtype and inputs: as given, else of the examples, else of a first linear layer.
 
     Raises:
         ValueError: They contradict each other, or are not known.
     """
-    if not said:
+    if not given:
         return inputs_of_examples(examples) if examples else input_of_first_linear(module)
-    dtypes = {dtype for dtype, _ in said}
-    names = [spec.name for _, spec in said]
+    dtypes = {dtype for dtype, _ in given}
+    names = [spec.name for _, spec in given]
     if len(dtypes) > 1 or len(set(names)) < len(names):
         raise ValueError(
             "all inputs must have one dtype, and names of their own. HINT: --input 'x: "
             "float64[batch,6]' --input 'y: float64[batch,2]'"
         )
-    if examples and len(examples) != len(said):
+    if examples and len(examples) != len(given):
         raise ValueError(
-            f"--input is given {len(said)} times, and the function of --model returns "
+            f"--input is given {len(given)} times, and the function of --model returns "
             f"{len(examples)} example inputs. HINT: one --input for each"
         )
-    return dtypes.pop(), tuple(spec for _, spec in said)
+    return dtypes.pop(), tuple(spec for _, spec in given)
 
 
 def read_fields(path: Path) -> dict[str, FieldValues]:

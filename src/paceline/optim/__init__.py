@@ -1,4 +1,4 @@
 """Optimizers and learning rates for large batches."""
 
-from .layerwise import LAMB as LAMB
-from .layerwise import LARS as LARS
+from .large_batches import LAMB as LAMB
+from .large_batches import LARS as LARS

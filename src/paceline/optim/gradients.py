@@ -92,7 +92,7 @@ class LossScaling:
         has_stepped = not any(bool(flag) for flag in found)
         optimizer.zero_grad(set_to_none=True)
         self.stepped.append(optimizer)
-        is_last = not any(has_gradients(parameters_of(one)) for one in self.optimizers)
+        is_last = not any(has_gradients(parameters_of(optimizer)) for optimizer in self.optimizers)
         if is_last and self.largest is None:
             self.update()
         return has_stepped

@@ -133,7 +133,7 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)
     for each in kinds.values():
-        flat = torch.cat([one.reshape(-1) for one in each]).div_(group.size())
+        flat = torch.cat([tensor.reshape(-1) for tensor in each]).div_(group.size())
         dist.all_reduce(flat, group=group)
-        for one, mean in zip(each, flat.split([one.numel() for one in each]), strict=True):
-            one.copy_(mean.view_as(one))
+        for tensor, mean in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
+            tensor.copy_(mean.view_as(tensor))

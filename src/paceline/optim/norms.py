@@ -126,8 +126,8 @@ class GhostBatchNorm(_BatchNorm):
         shape = (self.ghost, parts * self.num_features, *input.shape[2:])
         split = input.unflatten(0, (parts, self.ghost)).transpose(0, 1).reshape(shape)
         mean, variance, weight, bias = (
-            one.repeat(parts) if one is not None else None
-            for one in (self.running_mean, self.running_var, self.weight, self.bias)
+            tensor.repeat(parts) if tensor is not None else None
+            for tensor in (self.running_mean, self.running_var, self.weight, self.bias)
         )
         how = (True, factor, self.eps)
         done = nn.functional.batch_norm(split, mean, variance, weight, bias, *how)
@@ -167,22 +167,22 @@ def convert_norms(
     if kind == "local":
         return []
     modules = model.named_modules(remove_duplicate=False)  # a layer may be used twice
-    found = {name: one for name, one in modules if isinstance(one, _BatchNorm)}
+    found = {name: layer for name, layer in modules if isinstance(layer, _BatchNorm)}
     if not found:
         raise ValueError(
             f"world.distribute: norm={norm!r}, but the model has no batch normalization. HINT: "
             "norm='local'"
         )
-    once = {id(one): (name, one) for name, one in found.items()}
+    once = {id(layer): (name, layer) for name, layer in found.items()}
     replacements = {key: _replacement(*of, kind, number) for key, of in once.items()}
-    for name, one in found.items():
-        replacement = replacements[id(one)]
+    for name, layer in found.items():
+        replacement = replacements[id(layer)]
         if isinstance(replacement, GlobalBatchNorm):
             replacement.is_filler = is_filler
         if not name:
             raise ValueError(
-                f"world.distribute: the model is a single {type(one).__name__}, which norm={norm!r}"
-                " can't replace in place. HINT: nn.Sequential(model)"
+                f"world.distribute: the model is a single {type(layer).__name__}, which "
+                f"norm={norm!r} can't replace in place. HINT: nn.Sequential(model)"
             )
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, replacement)

@@ -22,7 +22,7 @@ from ..data.sampling.batch_schedule import BatchSchedule as BatchSchedule
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..observe.attach import current_recorder, release_loop
-from ..optim.rates import RULES, scale_learning_rate
+from ..optim.large_batches import RULES, scale_learning_rate
 from ..parallel.memory import out_of_memory
 from ..parallel.mesh import Mesh
 from ..parallel.strategy.training_step import Loss
@@ -39,7 +39,7 @@ from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
 from .layouts.distribution import ModelDistribution
-from .layouts.export_file import export_from_world, gather_stages
+from .layouts.inference import export_from_world, gather_stages
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter

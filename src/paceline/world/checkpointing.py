@@ -350,10 +350,12 @@ class Checkpointer:
             held = self.state.shard_digests(shared)
             digests = digests_to_json(shared.digests()), digests_to_json(held.of_shards)
             gathered = self.collectives.gather(digests, tuple[Digests, Digests])
-            parts = [digests_from_json(one) for one, _ in gathered]
+            parts = [digests_from_json(shared_digests) for shared_digests, _ in gathered]
             found = differences(parts)
             warnings = self.state.settle(shared, found, self._other_structures(shared, found))
-            if differing := shards_that_differ([digests_from_json(one) for _, one in gathered]):
+            if differing := shards_that_differ(
+                [digests_from_json(shard_digests) for _, shard_digests in gathered]
+            ):
                 warnings += self.state.settle_copies(
                     name_copies(self._gather_copies(held, differing))
                 )
@@ -382,8 +384,8 @@ class Checkpointer:
             if key in keys
         ]
         return [
-            {path_from_json(key): digests_from_json(each) for key, each in one}
-            for one in self.collectives.gather(own, list[tuple[list[Any], Digests]])
+            {path_from_json(key): digests_from_json(each) for key, each in digests}
+            for digests in self.collectives.gather(own, list[tuple[list[Any], Digests]])
         ]
 
     def finish(self) -> None:

@@ -45,7 +45,7 @@ class RunFinalizer:
                 saver.close()
             leave_process_group(failed)
         if not failed:
-            for saver in filter(lambda one: one.failure, self.savers):
+            for saver in filter(lambda saver: saver.failure, self.savers):
                 _fail(
                     f"{saver.failure}, and {saver.describe_remaining()}. HINT: check the free "
                     f"space: df -h {saver.directory}"

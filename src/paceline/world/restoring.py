@@ -110,7 +110,7 @@ def _placed(state: Any, like: Any) -> Any:
     if type(state) in (list, tuple):
         has_each = isinstance(like, list | tuple) and len(like) == len(state)
         each = like if has_each else [None] * len(state)
-        return type(state)(_placed(one, own) for one, own in zip(state, each, strict=True))
+        return type(state)(_placed(value, own) for value, own in zip(state, each, strict=True))
     return state
 
 

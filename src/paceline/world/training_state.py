@@ -97,9 +97,9 @@ class TrainingState:
             "warmups": training.warmups,
             "scaler": [training.scaler] if training.scaler else [],
         }
-        own = [unwrap(one.thing) for one in self._kept(Scope.PER_RANK).values()]
+        own = [unwrap(kept.thing) for kept in self._kept(Scope.PER_RANK).values()]
         return {
-            name: [part for part in of if not any(part is one for one in own)]
+            name: [part for part in of if not any(part is excluded for excluded in own)]
             for name, of in parts.items()
         }
 
@@ -113,7 +113,7 @@ class TrainingState:
             for name, parts in self._shared_parts().items()
         }
         kept = self._kept(Scope.REPLICATED, Scope.RANK_0)
-        state["kept"] = {name: one.thing.state_dict() for name, one in kept.items()}
+        state["kept"] = {name: thing.thing.state_dict() for name, thing in kept.items()}
         state["position"] = self.position.state_dict()
         state["step"] = self.training.phases.recorder.step
         rank_0 = [("kept", name) for name in self._kept(Scope.RANK_0)]
@@ -231,7 +231,7 @@ class TrainingState:
         state: dict[str, Any] = {
             "random": random_states(),
             "meters": [m.state_dict() for m in self.meters],
-            "kept": {name: one.thing.state_dict() for name, one in kept.items()},
+            "kept": {name: thing.thing.state_dict() for name, thing in kept.items()},
         }
         mesh = self.training.mesh
         if mesh.is_divided:

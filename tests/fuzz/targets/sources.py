@@ -137,5 +137,5 @@ def _npy() -> bytes:
     return made.getvalue()
 
 
-assert npy_files.array_from_npy(_npy()).shape == (4,)
+assert npy_files.parse_npy(_npy()).shape == (4,)
 assert os.path.isdir(FOLDER)

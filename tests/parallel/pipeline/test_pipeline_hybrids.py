@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm.members.exchange_objects import all_gather_objects
 from paceline.parallel.strategy.model_state import WholeModel
-from paceline.world.layouts.export_file import gather_stages
+from paceline.world.layouts.inference import gather_stages
 
 CASES = ("tied", "heads", "chain", "unet")
 LONG = pytest.mark.long

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.world.layouts.sample_parts import SampleParts
+from paceline.world.layouts.inference import SampleParts
 
 
 @pytest.fixture

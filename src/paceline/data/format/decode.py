@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from . import npy as npy_files
 from .meta_schema import MAX_SAMPLE_BYTES, ArraySpec, nbytes
 from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, IndexRow
 
@@ -86,9 +85,9 @@ def _zstd(row: IndexRow, data: Bytes, into: Any) -> Any:
     size = nbytes(row.dtype, row.shape)
     zstandard = import_optional("zstandard")
     try:
-        told = zstandard.frame_content_size(data)
-        if told not in (size, -1):  # -1: unknown; at most ``size`` bytes are decompressed
-            raise ValueError(f"decompresses to {told:,} bytes, but its row says {size:,}")
+        stored_size = zstandard.frame_content_size(data)
+        if stored_size not in (size, -1):  # -1: unknown; at most ``size`` bytes are decompressed
+            raise ValueError(f"decompresses to {stored_size:,} bytes, but its row says {size:,}")
         if size > MAX_SAMPLE_BYTES:
             raise ValueError(f"decompresses to {size:,} bytes; the maximum is {MAX_SAMPLE_BYTES:,}")
         whole = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
@@ -210,15 +209,6 @@ def _pillow() -> tuple[Any, tuple[str, ...]]:
 
 def _words(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def parse_npy(data: Bytes) -> np.ndarray[Any, Any]:
-    """Return the array in the bytes of a .npy file, as a view.
-
-    Raises:
-        ValueError: The data is not a valid .npy file.
-    """
-    return npy_files.array_from_npy(data)
 
 
 def read_image_header(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], str]:

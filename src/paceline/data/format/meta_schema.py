@@ -39,6 +39,11 @@ class ArraySpec:
     dtype: Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")]
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
 
+    @classmethod
+    def of(cls, array: Any) -> "ArraySpec":
+        """Return dtype and shape of an array."""
+        return cls(array.dtype.name, array.shape)
+
     @property
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)

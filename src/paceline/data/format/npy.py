@@ -56,7 +56,7 @@ def read_header(file: BinaryIO) -> Header:
     return Header(tuple(int(side) for side in shape), bool(fortran), dtype, file.tell())
 
 
-def array_from_npy(data: Any) -> np.ndarray[Any, Any]:
+def parse_npy(data: Any) -> np.ndarray[Any, Any]:
     """Return the array in the bytes of a .npy file, as a view.
 
     Raises:

@@ -27,11 +27,11 @@ class SampleNames:
     Args:
         path: Path of names.txt.
         samples: Number of samples of the dataset, and of lines that the file must have.
-        told: Size and checksum of the file; None for datasets packed by older versions of Paceline.
+        expected: Size and checksum of the file; None for datasets that older versions packed.
     """
 
-    def __init__(self, path: Path, samples: int, told: FileChecksum | None) -> None:
-        self.path, self.samples, self.told = path, samples, told
+    def __init__(self, path: Path, samples: int, expected: FileChecksum | None) -> None:
+        self.path, self.samples, self.expected = path, samples, expected
         self._lock = threading.Lock()
         self._fd = -1
         self._ends: array[int] | None = None
@@ -62,7 +62,7 @@ class SampleNames:
         with self._lock:
             if self._ends is None:
                 try:
-                    if self.told is None and not Boundary(self.path.parent).contains(self.path):
+                    if self.expected is None and not Boundary(self.path.parent).contains(self.path):
                         raise self._invalid(
                             f"is a link to {os.path.realpath(self.path)}, which is not in the "
                             "dataset's folder, and has no checksum. HINT: copy the file there"
@@ -78,8 +78,8 @@ class SampleNames:
 
     def _lines(self) -> "array[int]":
         size = check_regular(self._fd, self.path).st_size
-        if self.told is not None and size != self.told.bytes:
-            raise self._invalid(f"has {size:,} bytes of {self.told.bytes:,}")
+        if self.expected is not None and size != self.expected.bytes:
+            raise self._invalid(f"has {size:,} bytes of {self.expected.bytes:,}")
         ends, at, crc = array("q"), 0, 0
         while piece := os.pread(self._fd, PIECE_BYTES, at):
             crc = crc32c(piece, crc)
@@ -88,7 +88,7 @@ class SampleNames:
             at += len(piece)
             if len(ends) > self.samples or at - (ends[-1] if ends else 0) > MAX_NAME_BYTES:
                 break
-        if self.told is not None and at == size and crc != self.told.crc:
+        if self.expected is not None and at == size and crc != self.expected.crc:
             raise self._invalid("a byte has changed (its checksum differs)")
         if len(ends) != self.samples or (ends and ends[-1] != at):
             raise self._invalid(f"does not have one line for each of {self.samples:,} samples")

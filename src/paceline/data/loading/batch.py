@@ -116,7 +116,7 @@ class SamplePipeline:
         else:
             with preserve_random_states():  # of the training, if the transform draws from them
                 sample, _ = self.sample(key)
-            array = _outline(sample)
+            array = ArraySpec.of(sample)
         self.channels_last = source.images and len(array.shape) == 3 and not self._tensors
         return array
 
@@ -125,10 +125,10 @@ class SamplePipeline:
         if self.mixing is None:
             return self._unmixed_sample(key)
         partner, share = self.mixing.partner(self.seed, *key)
-        one, other = self._unmixed_sample(key), self._unmixed_sample((key[0], partner))
-        if (one[0].shape, one[0].dtype) != (other[0].shape, other[0].dtype):
-            raise _ragged(self, partner, _outline(other[0]), _outline(one[0]))
-        return self.mixing.mixed(one, other, share)
+        sample, other = self._unmixed_sample(key), self._unmixed_sample((key[0], partner))
+        if (sample[0].shape, sample[0].dtype) != (other[0].shape, other[0].dtype):
+            raise _ragged(self, partner, ArraySpec.of(other[0]), ArraySpec.of(sample[0]))
+        return self.mixing.mixed(sample, other, share)
 
     def _unmixed_sample(self, key: Key) -> tuple[Any, Any]:
         epoch, i = key
@@ -138,13 +138,11 @@ class SamplePipeline:
             if self.seeds_all:
                 seed_everything(seed)
             # Philox is counter-based: seeding it for each sample costs almost nothing.
-            more = (
-                (np.random.Generator(np.random.Philox(key=seed)),)
-                if self._transform_takes_rng
-                else ()
-            )
+            rng: tuple[np.random.Generator, ...] = ()
+            if self._transform_takes_rng:
+                rng = (np.random.Generator(np.random.Philox(key=seed)),)
             try:
-                array = self.transform(array, *more)
+                array = self.transform(array, *rng)
             except StopIteration as error:  # would end the pass silently
                 raise RuntimeError(
                     f"Loader: the transform raised StopIteration at sample {i} of {self.source!r}"
@@ -282,10 +280,25 @@ def _each(
     first: int,
     piece: BatchPiece,
 ) -> None:
-    one = _collected if not arrays else _read if pipeline.plain else _transformed
+    labels = arrays[1] if len(arrays) > 1 else None
     for k, key in enumerate(keys, first):
         try:
-            one(pipeline, key, arrays, k, piece)
+            if arrays and pipeline.plain:
+                pipeline.source.read_into(key[1], arrays[0], labels, k, _scratch())
+                continue
+            array, label = pipeline.sample(key)
+            if not arrays:  # collate_fn makes the batch
+                if isinstance(array, np.ndarray) and not (
+                    array.flags.writeable and min(array.strides, default=0) >= 0
+                ):
+                    array = array.copy()  # its memory can't be that of a tensor
+                piece.samples.append((array, label))
+                continue
+            if array.shape != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
+                raise RaggedError(key[1], ArraySpec.of(array))
+            arrays[0][k] = array
+            if labels is not None:
+                labels[k] = label
         except RaggedError as error:
             raise _ragged(pipeline, key[1], error.what) from None
         except DataError as error:
@@ -298,40 +311,6 @@ def _collate_input(array: Any, label: Any, labelled: bool) -> Any:
     """Return a sample in the form that collate_fn takes."""
     data = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     return (data, label) if labelled else data
-
-
-def _read(pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece) -> None:
-    labels = arrays[1] if len(arrays) > 1 else None
-    pipeline.source.read_into(key[1], arrays[0], labels, k, _scratch())
-
-
-def _transformed(
-    pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece
-) -> None:
-    array, label = pipeline.sample(key)
-    if array.shape != arrays[0].shape[1:] or array.dtype != arrays[0].dtype:
-        raise _ragged(pipeline, key[1], _outline(array))
-    arrays[0][k] = array
-    if len(arrays) > 1:
-        arrays[1][k] = label
-
-
-def _collected(
-    pipeline: SamplePipeline, key: Key, arrays: list[Any], k: int, piece: BatchPiece
-) -> None:
-    array, label = pipeline.sample(key)
-    if isinstance(array, np.ndarray) and not _fits_torch(array):
-        array = array.copy()
-    piece.samples.append((array, label))
-
-
-def _fits_torch(array: Array) -> bool:
-    """Return whether the memory of an array can be that of a tensor."""
-    return bool(array.flags.writeable) and min(array.strides, default=0) >= 0
-
-
-def _outline(array: Any) -> ArraySpec:
-    return ArraySpec(array.dtype.name, array.shape)
 
 
 def _ragged(

@@ -148,7 +148,7 @@ class Graph:
             self._seed(operators)
             self._pipe.set_outputs(*outputs)
         # DALI does not call the sources of unused inputs.
-        self._inputs = [one for one in self._inputs if one.node.source in operators]
+        self._inputs = [source for source in self._inputs if source.node.source in operators]
         pipeline.draws = drawn.count
         try:
             self._pipe.build()
@@ -209,7 +209,7 @@ class Graph:
             self._failed = self._blamed(error)
             raise self._failed from error
         done, keys, labels = self._coming.popleft()
-        tensors = [self._tensor(one, len(keys)) for one in outputs]
+        tensors = [self._tensor(output, len(keys)) for output in outputs]
         if (label := self._pipeline.label) is not None:
             tensors.append(torch.from_numpy(np.asarray(labels, label.dtype)))
         return done, tensors if len(tensors) > 1 else tensors[0]
@@ -223,7 +223,7 @@ class Graph:
         try:
             whole = made.as_tensor()
         except (RuntimeError, ValueError):
-            some = ", ".join(str(tuple(one)) for one in dict.fromkeys(map(tuple, made.shape())))
+            some = ", ".join(str(tuple(shape)) for shape in dict.fromkeys(map(tuple, made.shape())))
             raise ValueError(
                 f"Loader: the dali function returned samples of different shapes: {some:.200}. "
                 "HINT: use crop=... or fn.resize in the function"
@@ -238,8 +238,8 @@ class Graph:
         """
         self._pipe.reset()
         self._coming.clear()
-        for one in self._inputs:
-            one.waiting.clear()
+        for source in self._inputs:
+            source.waiting.clear()
         error, self._error, self._begun, self._ended = self._error, None, False, False
         return error
 
@@ -268,23 +268,23 @@ class Graph:
             raise StopIteration
         done, samples = pulled
         labelled = self._pipeline.label is not None
-        raws = [one[0] for one in samples] if labelled else samples
-        labels = [one[1] for one in samples] if labelled else []
+        raws = [sample[0] for sample in samples] if labelled else samples
+        labels = [sample[1] for sample in samples] if labelled else []
         self._coming.append((done, [raw.key for raw in raws], labels))
-        for one in self._inputs:
-            one.waiting.append(one.make(raws))
+        for source in self._inputs:
+            source.waiting.append(source.make(raws))
 
     def _seed(self, operators: list[Any]) -> None:
         """Seed operators with random state by (seed, epoch, first sample of the batch)."""
-        random = [one for one in operators if _schema(one).HasRandomStateArg()]
+        random = [operator for operator in operators if _schema(operator).HasRandomStateArg()]
         if not random:
             return
         states = self._input(lambda raws: self._states(len(random), raws))
-        for number, one in enumerate(random):
+        for number, operator in enumerate(random):
             state = states[number]
             described = (state.name, state.ndim, state.dtype, state.layout)
-            one.spec.AddArgumentInput("_random_state", *described)
-            one.inputs.append(state)
+            operator.spec.AddArgumentInput("_random_state", *described)
+            operator.inputs.append(state)
         operators += _operators([states])
 
     def _states(self, count: int, raws: list[Raw]) -> Any:
@@ -334,11 +334,11 @@ class _Input:
 def _check(function: Any, outputs: list[Any], samples: Any) -> None:
     """Raise ValueError if the outputs are not DataNodes that depend on the samples."""
     name, node = getattr(function, "__name__", function), _package("data_node").DataNode
-    for one in outputs or [None]:
-        if not isinstance(one, node):
+    for output in outputs or [None]:
+        if not isinstance(output, node):
             raise ValueError(
-                f"Loader: dali={name} must return a DataNode; this is {type(one).__name__}. HINT: "
-                "return fn.decoders.image(samples), for example, or a tuple of DataNodes"
+                f"Loader: dali={name} must return a DataNode; this is {type(output).__name__}. "
+                "HINT: return fn.decoders.image(samples), for example, or a tuple of DataNodes"
             )
     if samples.source not in _operators(outputs):
         raise ValueError(
@@ -349,14 +349,14 @@ def _check(function: Any, outputs: list[Any], samples: Any) -> None:
 
 def _operators(outputs: list[Any]) -> Iterator[Any]:
     """Yield all operators that the outputs depend on, in an order determined by the graph alone."""
-    seen, waiting = set(), [one.source for one in reversed(outputs)]
+    seen, waiting = set(), [output.source for output in reversed(outputs)]
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+        operator = waiting.pop()
+        if operator is None or id(operator) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        for edge in one.inputs:
+        seen.add(id(operator))
+        yield operator
+        for edge in operator.inputs:
             waiting += [e.source for e in (edge if isinstance(edge, list) else [edge])]
 
 

@@ -89,7 +89,7 @@ class Files(UnpackedDataset):
                 f"{self.folder}: sample {i} is a file of unknown kind. "
                 "HINT: Loader(..., transform=FUNCTION), which makes an array of the file's bytes"
             )
-        return ArraySpec(array.dtype.name, array.shape), self.label
+        return ArraySpec.of(array), self.label
 
     def stored(self, i: int) -> tuple[Any, Any]:
         """Return (array, label) without decoding images: the bytes of the file as uint8."""

@@ -54,19 +54,19 @@ class MixUp:
         return int(rng.integers(self.samples)), max(share, 1 - share)
 
     def mixed(
-        self, one: tuple[Any, Any], other: tuple[Any, Any], share: float
+        self, sample: tuple[Any, Any], other: tuple[Any, Any], share: float
     ) -> tuple[Array, Array | None]:
         """Return (array, label), the weighted mean of two samples, in the dtype of the samples.
 
         Args:
-            one: Array and label of the first sample.
+            sample: Array and label of the first sample.
             other: Array and label of the second sample, of the same shape and dtype.
             share: Weight of the first sample.
 
         Raises:
             ValueError: The dtype of the samples is not numeric, or a class is out of range.
         """
-        first, second = one[0], other[0]
+        first, second = sample[0], other[0]
         if first.dtype.kind not in "fciu":
             raise ValueError(
                 f"Loader: mix_up can't mix {first.dtype}. HINT: use a transform to float32"
@@ -79,11 +79,11 @@ class MixUp:
         if self.label is None:
             return array, None
         label = np.zeros(self.label.shape, np.float32)
-        for (_, told), weight in ((one, share), (other, 1 - share)):
+        for (_, given), weight in ((sample, share), (other, 1 - share)):
             if self.classes:
-                if not 0 <= told < self.classes:
-                    raise ValueError(f"Loader: mix_up: class {told} is not below {self.classes}")
-                label[int(told)] += weight
+                if not 0 <= given < self.classes:
+                    raise ValueError(f"Loader: mix_up: class {given} is not below {self.classes}")
+                label[int(given)] += weight
             else:
-                label += np.float32(weight) * np.asarray(told, np.float32)
+                label += np.float32(weight) * np.asarray(given, np.float32)
         return array, label

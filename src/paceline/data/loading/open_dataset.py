@@ -80,7 +80,7 @@ class PartDataset(SampleDataset):
             return found
         array, label = self._dataset.read(i, scratch)
         if array.shape != self._array.shape or array.dtype != self._array.dtype:
-            raise RaggedError(i, ArraySpec(array.dtype.name, array.shape))
+            raise RaggedError(i, ArraySpec.of(array))
         return part(array, self._cut), part(label, self._label_cut)
 
 

@@ -15,7 +15,7 @@ from ..fork_locks import ForkSafeLock
 from ..format.meta_schema import ArraySpec
 from ..format.shard_format import DataError, label_spec
 from ..sampling.samplers import BLOCK_BYTES, WINDOW, BlockShuffled
-from ..shards import MAX_CLASSES
+from ..shards import count_classes
 from ..sources import formats
 from ..sources.formats.stores import Rows, StoreSource
 from ..sources.source import are_images
@@ -63,14 +63,14 @@ class StoredArrays(UnpackedDataset):
         self._open()
         for note in self._source.notes:
             warnings.warn(f"Loader: {note}", stacklevel=3)
-        found = self._source.x
-        if found.dtype == "bytes" or getattr(found, "flat", False):
+        rows = self._source.x
+        if rows.dtype == "bytes" or rows.flat:
             raise ValueError(
-                f"Loader: the samples of {found.description} differ in length. HINT: "
+                f"Loader: the samples of {rows.description} differ in length. HINT: "
                 f"paceline pack {x} DEST"
             )
-        self.array_spec = ArraySpec(found.dtype, tuple(found.shape))
-        self.images = are_images(found.dtype, self.array_spec.shape)
+        self.array_spec = ArraySpec(rows.dtype, tuple(rows.shape))
+        self.images = are_images(rows.dtype, self.array_spec.shape)
         self.label = label_spec(self._source.label)
 
     @property
@@ -97,13 +97,8 @@ class StoredArrays(UnpackedDataset):
         """
         if self._source.classes:
             return len(self._source.classes)
-        count = 1 + int(max(map(self._label, range(len(self)))))
-        if count > MAX_CLASSES:
-            reason = (
-                f"has the label {count - 1:,}, but a dataset has at most {MAX_CLASSES:,} classes"
-            )
-            raise DataError(self._arguments[0], -1, 0, reason)
-        return count
+        largest = int(max(map(self._label, range(len(self)))))
+        return count_classes(largest, self._arguments[0])
 
     def spec_of(self, i: int) -> tuple[ArraySpec, ArraySpec | None]:
         """Return dtype and shape of the samples and of the labels."""

@@ -42,7 +42,7 @@ class SampleDataset(ABC):
         """
         array, label = self.view(i, scratch)
         if array.shape != arrays.shape[1:] or array.dtype != arrays.dtype:
-            raise RaggedError(i, ArraySpec(array.dtype.name, array.shape))
+            raise RaggedError(i, ArraySpec.of(array))
         arrays[k] = array
         if self.label is not None:
             labels[k] = label

@@ -13,11 +13,11 @@ from ..format.decode import (
     compress_zstd,
     decode,
     open_image,
-    parse_npy,
     read_image_header,
     shallow_mode,
 )
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES, ArraySpec
+from ..format.npy import parse_npy
 from ..format.sample_names import to_name_line
 from ..format.shard_format import FILE, RAW, ZSTD, IndexRow, checksum, pack_row
 from ..sources.content import ARRAYS, IMAGES, JPEGS

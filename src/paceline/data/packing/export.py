@@ -231,8 +231,8 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
 def _remove_files(path: Path) -> None:
     """Remove a dataset of another format, which ``check_destination`` has accepted."""
     if path.is_dir() and not path.is_symlink():
-        for one in path.iterdir():
-            one.unlink()
+        for file in path.iterdir():
+            file.unlink()
         path.rmdir()
     else:
         path.unlink(missing_ok=True)

@@ -43,10 +43,10 @@ def layout_of(path: Path) -> Layout | None:
         folder = folder.parent
     if file_system_type(folder) != "lustre":
         return None
-    said = _lfs("getstripe", "-d", str(folder))[0]
-    count = re.search(r"stripe_count:\s*(-?\d+)", said)
+    output = _lfs("getstripe", "-d", str(folder))[0]
+    count = re.search(r"stripe_count:\s*(-?\d+)", output)
     osts = re.findall(r"^\d+:.*\bACTIVE\b", _lfs("osts", str(folder))[0], re.MULTILINE)
-    stripes = int(count[1]) if count is not None and COMPOSITE not in said else None
+    stripes = int(count[1]) if count is not None and COMPOSITE not in output else None
     return Layout(stripes or (1 if stripes == 0 else None), len(osts) or None)  # 0: the default, 1
 
 
@@ -102,10 +102,10 @@ def stripe(path: Path, count: str, to: str | None) -> None:
         count = str(stripe_count(to, layout))
     if to != "hdf5":
         path.mkdir(parents=True, exist_ok=True)
-    said, failed = _lfs(*_setstripe("-1" if count == ALL else count), str(path))
+    output, failed = _lfs(*_setstripe("-1" if count == ALL else count), str(path))
     if failed:
         raise ValueError(
-            f"--stripe {count}: `{command_line(path, count)}` failed: {failed or said}. "
+            f"--stripe {count}: `{command_line(path, count)}` failed: {failed or output}. "
             "HINT: run the command yourself, or leave out --stripe"
         )
 

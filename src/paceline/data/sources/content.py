@@ -40,7 +40,7 @@ SIGNATURES = (
     Signature((".ppm", ".pgm"), rb"P[1-6fF]\s(\s|#[^\n]*\n)*\d+\s", shared=True),
     Signature(ARRAYS, rb"\x93NUMPY"),
 )
-_MATCHERS = [(one, re.compile(one.pattern, re.DOTALL)) for one in SIGNATURES]
+_MATCHERS = [(signature, re.compile(signature.pattern, re.DOTALL)) for signature in SIGNATURES]
 _COMPRESSIONS = {
     "gzip": b"\x1f\x8b",
     "zstd": b"\x28\xb5\x2f\xfd",
@@ -49,19 +49,19 @@ _COMPRESSIONS = {
 }
 
 
-def extension_of(data: bytes, told: str = "") -> str:
+def extension_of(data: bytes, named: str = "") -> str:
     """Return the extension of a file's kind, as ".jpg".
 
     The first bytes decide. For bytes that begin with no known signature, or with one that several
-    kinds share, it is ``told``, the extension of the file's name, or UNKNOWN without one.
+    kinds share, it is ``named``, the extension of the file's name, or UNKNOWN without one.
     """
     head = data[:HEAD_BYTES]
     for signature, pattern in _MATCHERS:
         if pattern.match(head) and (
-            not signature.shared or told in ("", UNKNOWN) or told in (*IMAGES, *ARRAYS)
+            not signature.shared or named in ("", UNKNOWN) or named in (*IMAGES, *ARRAYS)
         ):
-            return told if told in signature.extensions else signature.extensions[0]
-    return told or UNKNOWN
+            return named if named in signature.extensions else signature.extensions[0]
+    return named or UNKNOWN
 
 
 def kind_of(extension: str) -> str:

@@ -91,7 +91,7 @@ class FolderSource(Source):
             raise ValueError("the file is empty")
         label: Any = None
         if isinstance(self.label, ArraySpec):
-            numbers = [float32_label(one) for one in label_text.split(",")]
+            numbers = [float32_label(number) for number in label_text.split(",")]
             label = np.stack(numbers).reshape(self.label.shape)
         elif label_text:
             label = int(label_text)
@@ -185,7 +185,8 @@ class _LabelTable:
                 f"{table} names no files. HINT: write a file and its label in each line"
             )
         found = interpret_labels(
-            str(table), lambda: (one for _, (_, label_text) in self._read() for one in label_text)
+            str(table),
+            lambda: (label for _, (_, label_text) in self._read() for label in label_text),
         )
         self.label, self.classes = found.label, found.classes
         self.notes += [found.note] if found.note else []
@@ -204,7 +205,7 @@ class _LabelTable:
                 for number, row in enumerate(csv.reader(_lines(file)), 1):
                     if not row or (number == 1 and self._is_heading(row)):
                         continue
-                    label_text = [one.strip() for one in row[1:]]
+                    label_text = [label.strip() for label in row[1:]]
                     yield number, (row[0].strip(), label_text or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -221,7 +222,7 @@ class _LabelTable:
             return False
         named = _letters(first) in FILE_HEADINGS or (
             not os.path.splitext(first)[1]
-            and any(_letters(one) in LABEL_HEADINGS for one in row[1:])
+            and any(_letters(heading) in LABEL_HEADINGS for heading in row[1:])
         )
         if not named and not first.startswith("#"):
             raise ValueError(
@@ -258,7 +259,7 @@ class _LabelTable:
 
 
 def _letters(heading: str) -> str:
-    return "".join(one for one in heading.lower() if one.isalpha())
+    return "".join(letter for letter in heading.lower() if letter.isalpha())
 
 
 def files_below(folder: Path, boundary: Boundary) -> Iterator[str]:

@@ -11,13 +11,8 @@ from ...security.text import printable
 from ..format.meta_schema import ArraySpec
 
 # Not by int() and float(), which also read 1_0, and digits of other scripts.
-INTEGER, DECIMAL, EXPONENT, NOT_FINITE, WORD = (
-    "an integer",
-    "a decimal number",
-    "a number",
-    "not finite",
-    "a word",
-)
+INTEGER, DECIMAL, EXPONENT = "an integer", "a decimal number", "a number"
+NOT_FINITE, WORD = "not finite", "a word"
 PATTERNS = {
     INTEGER: re.compile(r"[+-]?[0-9]+"),
     DECIMAL: re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
@@ -49,13 +44,11 @@ class TextLabels:
         """
         if isinstance(self.label, ArraySpec):
             return float32_label(text)
-        if not self.classes:
-            if not PATTERNS[INTEGER].fullmatch(text):
-                raise ValueError(f"its label has changed: {_shown(text)}")
-            return int(text)
-        if text not in self._numbers:
+        if text in self._numbers:
+            return self._numbers[text]
+        if self.classes or not PATTERNS[INTEGER].fullmatch(text):
             raise ValueError(f"its label has changed: {_shown(text)}")
-        return self._numbers[text]
+        return int(text)
 
     def __post_init__(self) -> None:
         numbers = {name: number for number, name in enumerate(self.classes)}

@@ -5,6 +5,7 @@ fetches the others from the nodes that have claimed them (peer_transfer.py).
 """
 
 import os
+import random
 import stat
 import threading
 import time
@@ -22,7 +23,7 @@ from ..format.meta_schema import MAX_META_BYTES, Shard
 from ..format.shard_format import DataError
 from .origin import Origin
 from .peer_transfer import PEER_CHECK_DELAY_S, POLL_INTERVAL_S, PeerTransfer, StoreLostError
-from .shard_server import UNCHECKED
+from .shard_server import UNCHECKED, write_all
 
 FETCHERS = 4  # threads that fetch shards, each from one host at a time
 CHUNK = 256 << 10  # bytes; the kernel can take several times as long to allocate larger ones
@@ -86,9 +87,9 @@ class ShardFetcher:
         """
         self._origin, self._folder, self._files = origin, folder, files
         self._exchange, self._found = exchange, found
-        self._missing = {at for at, one in enumerate(files) if not whole(folder, one)}
+        self._missing = {at for at, file in enumerate(files) if not whole(folder, file)}
         self._coming: set[int] = set()
-        self._small = [at for at, one in enumerate(files) if not one.samples]
+        self._small = [at for at, file in enumerate(files) if not file.samples]
         self._left = budget
         self._all = sum(files[at].bytes for at in self._missing) <= budget
         self._changed = threading.Condition()
@@ -101,7 +102,7 @@ class ShardFetcher:
         Args:
             step: Called several times a second; an exception that it raises ends the transfer.
         """
-        self._say_what_it_is()
+        self._write_meta()
         here = [at for at in range(len(self._files)) if at not in self._missing]
         for at in here:
             self._of_others(PeerTransfer.publish, at)
@@ -183,7 +184,8 @@ class ShardFetcher:
             if not self._all and not self._all_kept():
                 some = [at for at in some if at in self._small]
             some = [at for at in some if self._fits(at)]
-        return exchange.choose(some) if exchange and some else None
+        # at random, so that not all nodes fetch the same shard from one node
+        return random.choice(some) if some else None
 
     def _all_kept(self) -> bool:
         """Whether each missing file is on another node, or is being transferred to this one."""
@@ -221,61 +223,54 @@ class ShardFetcher:
             return True
 
     def _from_origin(self, number: int) -> None:
-        came = False
-        try:
-            self._written(number, lambda file: _copied(self._origin, self._files[number], file))
-            came = True
-        finally:
-            if not came:
-                self._of_others(PeerTransfer.give_up, number)
-            self._came(number, came)
+        shard = self._files[number]
+        self._bring(number, lambda file: _copy(self._origin, shard, file))
 
     def _from_host(self, number: int) -> None:
-        exchange, came = self._exchange, False
-        try:
-            came = exchange is not None and self._written(
-                number, lambda file: exchange.fetch(number, file)
-            )
-        finally:
-            self._came(number, came, fetched=True)
+        exchange = self._exchange
 
-    def _written(self, number: int, write: Callable[[BinaryIO], bool]) -> bool:
-        """Write a file, which gets its name only when it is complete; return whether it is."""
-        name = self._files[number].file
+        def fetch(file: BinaryIO) -> bool:
+            return exchange is not None and exchange.fetch(number, file)
+
+        self._bring(number, fetch, fetched=True)
+
+    def _bring(self, number: int, write: Callable[[BinaryIO], bool], fetched: bool = False) -> None:
+        """Write a file, which gets its name only when it is complete, and note whether it is."""
+        stats, shard, is_whole = self._found, self._files[number], False
         try:
             with (
-                self._folder.replacing(name, self._origin.mode(name)) as new,
+                self._folder.replacing(shard.file, self._origin.mode(shard.file)) as new,
                 open(new.fd, "wb", buffering=0, closefd=False) as file,
             ):
                 if not write(file):
                     raise _NotWholeError
+            is_whole = True
         except _NotWholeError:
-            return False
-        return True
-
-    def _came(self, number: int, came: bool, fetched: bool = False) -> None:
-        found, one = self._found, self._files[number]
-        with self._changed:
-            self._coming.discard(number)
-            if came:
-                self._missing.discard(number)
-                found.bytes += one.bytes
-                found.read += 0 if fetched else one.bytes
-                if number not in self._small:
-                    found.copied += 1
-                    found.fetched += fetched
-                self._news_at = time.monotonic()
-            else:
-                self._left += one.bytes
-            self._changed.notify_all()
-        if came:
-            self._say_what_it_is()
+            pass
+        finally:
+            if not is_whole and not fetched:
+                self._of_others(PeerTransfer.give_up, number)
+            with self._changed:
+                self._coming.discard(number)
+                if is_whole:
+                    self._missing.discard(number)
+                    stats.bytes += shard.bytes
+                    stats.read += 0 if fetched else shard.bytes
+                    if number not in self._small:
+                        stats.copied += 1
+                        stats.fetched += fetched
+                    self._news_at = time.monotonic()
+                else:
+                    self._left += shard.bytes
+                self._changed.notify_all()
+        if is_whole:
+            self._write_meta()
             self._of_others(PeerTransfer.publish, number)
 
-    def _say_what_it_is(self) -> None:
+    def _write_meta(self) -> None:
         """Write paceline.json once the index is complete: from then on this node reads its copy."""
         meta, small = shard_format.META_FILE, (self._files[at] for at in self._small)
-        if all(whole(self._folder, one) for one in small) and self._folder.status(meta) is None:
+        if all(whole(self._folder, file) for file in small) and self._folder.status(meta) is None:
             with open(self._origin.open(meta), "rb") as file:
                 data = file.read(MAX_META_BYTES)
             self._folder.write(meta, data, self._origin.mode(meta))
@@ -301,25 +296,23 @@ class _NotWholeError(Exception):
     """No node has sent the whole file."""
 
 
-def whole(folder: Folder, one: Shard) -> bool:
+def whole(folder: Folder, shard: Shard) -> bool:
     """Whether a file of a dataset is complete: a file gets its name only when it is."""
     try:
-        status = folder.status(one.file)
+        status = folder.status(shard.file)
     except OSError:  # a file whose status can't be read counts as missing
         return False
-    return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == one.bytes
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == shard.bytes
 
 
-def _copied(origin: Origin, one: Shard, to: BinaryIO) -> bool:
+def _copy(origin: Origin, shard: Shard, to: BinaryIO) -> bool:
     """Copy a file from the origin. Raises DataError if its checksum differs from the packed one."""
-    crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin.path / one.file
-    with open(origin.open(one.file), "rb", buffering=0) as file:
+    crc, buffer, path = 0, memoryview(bytearray(CHUNK)), origin.path / shard.file
+    with open(origin.open(shard.file), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while size := file.readinto(buffer):
             crc = crc32c(buffer[:size], crc)
-            done = 0
-            while done < size:
-                done += to.write(buffer[done:size])
-    if one.crc not in (crc, UNCHECKED):
+            write_all(to, buffer[:size])
+    if shard.crc not in (crc, UNCHECKED):
         raise DataError(path, -1, 0, "a byte has changed (its checksum differs)")
     return True

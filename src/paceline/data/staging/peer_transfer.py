@@ -141,8 +141,8 @@ class PeerTransfer:
         with self._store_call():
             before, count = self._seen, int(self._store.add("there", 0))
             while self._seen < count and self._store.check([f"there/{self._seen}"]):
-                said = self._store.get(f"there/{self._seen}").decode()
-                number, _, host = said.partition(" ")
+                entry = self._store.get(f"there/{self._seen}").decode()
+                number, _, host = entry.partition(" ")
                 if host != self._own:
                     self._where.setdefault(int(number), set()).add(host)
                 self._seen += 1
@@ -151,10 +151,6 @@ class PeerTransfer:
     def has(self, number: int) -> bool:
         """Whether another node has a shard."""
         return bool(self._where.get(number))
-
-    def choose(self, numbers: Sequence[int]) -> int:
-        """Choose one number at random, so that not all nodes fetch the same shard from one node."""
-        return random.choice(numbers)
 
     def fetch(self, number: int, file: BinaryIO) -> bool:
         """Write a shard to ``file`` from a node that has it; return False if none sent it."""
@@ -169,16 +165,16 @@ class PeerTransfer:
                 file.truncate()
         return False
 
-    def end(self, told: Mapping[str, Any]) -> None:
+    def end(self, result: Mapping[str, Any]) -> None:
         """Publish the result of this node, once, so that the other nodes do not wait for it."""
         if self._ended:
             return
         self._ended = True
         with contextlib.suppress(StoreLostError), self._store_call():
             place = int(self._store.add("told", 1)) - 1
-            self._store.set(f"told/{place}", json.dumps(dict(told)))
+            self._store.set(f"told/{place}", json.dumps(dict(result)))
 
-    def all_told(self) -> list[dict[str, Any]]:
+    def all_results(self) -> list[dict[str, Any]]:
         """Return the results of the nodes that have finished."""
         with self._store_call():
             keys = [f"told/{place}" for place in range(int(self._store.add("told", 0)))]
@@ -191,12 +187,12 @@ class PeerTransfer:
             step: Called periodically; it may raise.
         """
         try:
-            while len(told := self.all_told()) < self.hosts:
+            while len(results := self.all_results()) < self.hosts:
                 step()
                 time.sleep(4 * POLL_INTERVAL_S)
         except StoreLostError:
             return []
-        return told
+        return results
 
     def close(self) -> None:
         self._server.close()
@@ -244,6 +240,6 @@ def join_peer_transfer(
 def own_address(address: str, port: int) -> str:
     """Return this node's address on the route to another one. Nothing is sent."""
     family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as one:
-        one.connect(where)
-        return str(one.getsockname()[0])
+    with socket.socket(family, kind) as unsent:
+        unsent.connect(where)
+        return str(unsent.getsockname()[0])

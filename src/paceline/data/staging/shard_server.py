@@ -106,13 +106,9 @@ class ShardServer:
     def _send(self, visitor: socket.socket, shard: Shard) -> None:
         assert self._folder is not None
         visitor.settimeout(ANSWER_TIMEOUT_S)
-        with _open(self._folder, shard.file) as file:
+        with open(self._folder.open_file(shard.file), "rb") as file:
             visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
             visitor.sendfile(file)
-
-
-def _open(folder: Folder, name: str) -> BinaryIO:
-    return open(folder.open_file(name), "rb")
 
 
 def is_alive(host: str) -> bool:
@@ -172,14 +168,15 @@ def fetch_shard(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
                 piece = buffer[: min(left, PIECE_BYTES)]
                 _receive_into(channel, piece, ANSWER_TIMEOUT_S)
                 crc, left = crc32c(piece, crc), left - len(piece)
-                _write_all(file, piece)
+                write_all(file, piece)
     except EOFError:
         raise ConnectionError(f"{host.split()[0]} closed the connection") from None
     if shard.crc not in (crc, UNCHECKED):
         raise DataError(Path(shard.file), -1, 0, "arrived with another checksum")
 
 
-def _write_all(file: BinaryIO, piece: memoryview) -> None:
+def write_all(file: BinaryIO, piece: memoryview) -> None:
+    """Write a whole piece to an unbuffered file."""
     done = 0
     while done < len(piece):
         done += file.write(piece[done:])

@@ -109,7 +109,9 @@ def stage(
             if exchange is None:
                 raise
             found.error = str(mistake)
-        found.left = [one.file for one in meta.shards if folder is None or not whole(folder, one)]
+        found.left = [
+            shard.file for shard in meta.shards if folder is None or not whole(folder, shard)
+        ]
         found.here = found.shards - len(found.left)
         found.seconds = time.monotonic() - began
         if ended is not None:
@@ -148,7 +150,7 @@ def _fetch_shards(
             with own.subfolder(folder.path.name, make=True) as again:
                 os.dup2(again.fd, folder.fd, inheritable=False)
         touch(folder)
-        missing = [one for one in files if not whole(folder, one)]
+        missing = [file for file in files if not whole(folder, file)]
         budget = _make_room(missing, origin, own, folder, room, found)
         try:
             ShardFetcher(origin, folder, files, budget, exchange, found).run(threads, tell)
@@ -171,14 +173,14 @@ def _check_may_share(origin: Origin, files: list[Shard], root: Path) -> None:
         ValueError: Members of the group can't read all files of the dataset at the origin, can't
             enter the folder that it is staged to, or a file has no checksum to compare with.
     """
-    for name in (shard_format.META_FILE, *(one.file for one in files)):
+    for name in (shard_format.META_FILE, *(file.file for file in files)):
         try:
             os.close(origin.open(name))
         except OSError as error:
             raise ValueError(
                 f"--shared: {origin.path / name} {error.strerror}. HINT: leave out --shared"
             ) from None
-    if any(one.crc == UNCHECKED for one in files):
+    if any(file.crc == UNCHECKED for file in files):
         raise ValueError(
             f"--shared: {origin.path} has no checksum of its index: an older Paceline packed it. "
             "HINT: pack it again, or leave out --shared"
@@ -202,9 +204,9 @@ def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
     names = [shard_format.INDEX_FILE, *([shard_format.NAMES_FILE] if meta.names else [])]
     small = []
     for name in names:
-        said = meta.files.get(name)
-        size = (origin / name).stat().st_size if said is None else said.bytes
-        small.append(Shard(name, 0, size, UNCHECKED if said is None else said.crc))
+        packed = meta.files.get(name)
+        size = (origin / name).stat().st_size if packed is None else packed.bytes
+        small.append(Shard(name, 0, size, UNCHECKED if packed is None else packed.crc))
     return [*small, *meta.shards]
 
 
@@ -238,7 +240,7 @@ def _make_room(
     """
     meta = shard_format.META_FILE
     beside = 0 if folder.status(meta) is not None else (origin.path / meta).stat().st_size
-    wanted = sum(one.bytes for one in missing) + beside
+    wanted = sum(file.bytes for file in missing) + beside
     sets = dict(_staged_datasets(own))
     used = {name: at for name, (_, at) in sets.items() if at is not None}
     used.pop(folder.path.name, None)
@@ -277,8 +279,8 @@ def _staged_datasets(own: Folder) -> Iterator[tuple[str, tuple[int, float | None
     for name in own.names():
         try:
             with own.subfolder(name) as folder:
-                all_of_it = [folder.status(one) for one in folder.names()]
-                size = sum(one.st_size for one in all_of_it if one is not None)
+                all_of_it = [folder.status(file) for file in folder.names()]
+                size = sum(status.st_size for status in all_of_it if status is not None)
                 used = folder.status(LAST_USED)
                 yield name, (size, None if used is None else used.st_mtime)
         except OSError:  # not a folder, or removed meanwhile

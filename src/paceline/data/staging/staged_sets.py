@@ -25,9 +25,9 @@ LAST_USED = ".used"  # its modification time: when the dataset was last staged o
 
 def staged_path(origin: Path, root: Path, group: int | None = None) -> Path:
     """Return the path of a staged dataset, for this user or for a group; it need not exist."""
-    told = shard_format.read_meta_checksum(origin)
+    checksum = shard_format.read_meta_checksum(origin)
     whose = f"{os.geteuid()}" if group is None else f"group-{group}"
-    return root / f"{PLACE}-{whose}" / f"{origin.resolve().name}-{told}"
+    return root / f"{PLACE}-{whose}" / f"{origin.resolve().name}-{checksum}"
 
 
 def open_staged(origin: Path, root: Path, group: int | None = None, make: bool = False) -> Folder:
@@ -73,9 +73,9 @@ def start_staging_all() -> None:
     Staging begins on all nodes before the script opens the datasets.
     """
     root = os.environ.get(VARIABLE)
-    for one in filter(None, os.environ.get(SETS, "").split(os.pathsep)):
+    for origin in filter(None, os.environ.get(SETS, "").split(os.pathsep)):
         try:
-            start_staging(Path(one), Path(root or ""))
+            start_staging(Path(origin), Path(root or ""))
         except (OSError, ValueError):  # reported when the script opens the dataset
             continue
 

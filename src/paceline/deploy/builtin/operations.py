@@ -82,7 +82,7 @@ class OperationList:
 
     def weight_bytes(self) -> bytes:
         width = "<f4" if self.dtype == torch.float32 else "<f8"
-        return b"".join(one.astype(width).tobytes() for one in self._weights)
+        return b"".join(weights.astype(width).tobytes() for weights in self._weights)
 
 
 def encode(built: OperationList, inputs: list[int], outputs: list[int]) -> bytes:
@@ -90,13 +90,19 @@ def encode(built: OperationList, inputs: list[int], outputs: list[int]) -> bytes
     place, sizes = _share_slots(built, inputs, outputs)
     if len(sizes) > MAX_SLOTS:
         raise ValueError(f"{len(sizes)} values at the same time")
-    words: list[int | float] = [len(sizes), *sizes, *(place[one] for one in (*inputs, *outputs))]
+    words: list[int | float] = [len(sizes), *sizes, *(place[slot] for slot in (*inputs, *outputs))]
     words.append(len(built.operations))
-    for one in built.operations:
-        rest = list(one.words)
-        if one.second is not None:
-            rest.insert(one.second_at, place[one.second])
-        words += [one.kind, one.function, place[one.source], place[one.dest], *rest]
+    for operation in built.operations:
+        rest = list(operation.words)
+        if operation.second is not None:
+            rest.insert(operation.second_at, place[operation.second])
+        words += [
+            operation.kind,
+            operation.function,
+            place[operation.source],
+            place[operation.dest],
+            *rest,
+        ]
     return b"".join(struct.pack("<d" if isinstance(w, float) else "<q", w) for w in words)
 
 
@@ -105,8 +111,8 @@ def _share_slots(
 ) -> tuple[dict[int, int], list[int]]:
     """Return the shared slot of each value, and the sizes of the shared slots."""
     last: dict[int, int] = {}
-    for i, one in enumerate(built.operations):
-        for slot in (one.source, one.dest, one.second):
+    for i, operation in enumerate(built.operations):
+        for slot in (operation.source, operation.dest, operation.second):
             if slot is not None:
                 last[slot] = i
     own = {*inputs, *outputs}
@@ -116,20 +122,26 @@ def _share_slots(
     for slot in (*inputs, *outputs):
         place[slot] = len(sizes)
         sizes.append(built.slots[slot])
-    for i, one in enumerate(built.operations):
-        reads = [slot for slot in (one.source, one.second) if slot is not None and slot not in own]
-        ended = [slot for slot in dict.fromkeys(reads) if last[slot] == i and slot != one.dest]
-        if one.kind in IN_PLACE:  # may overwrite what it reads for the last time
+    for i, operation in enumerate(built.operations):
+        reads = [
+            slot
+            for slot in (operation.source, operation.second)
+            if slot is not None and slot not in own
+        ]
+        ended = [
+            slot for slot in dict.fromkeys(reads) if last[slot] == i and slot != operation.dest
+        ]
+        if operation.kind in IN_PLACE:  # may overwrite what it reads for the last time
             for slot in ended:
                 free.setdefault(built.slots[slot], []).append(place[slot])
-        if one.dest not in place:
-            size = built.slots[one.dest]
+        if operation.dest not in place:
+            size = built.slots[operation.dest]
             if free.get(size):
-                place[one.dest] = free[size].pop()
+                place[operation.dest] = free[size].pop()
             else:
-                place[one.dest] = len(sizes)
+                place[operation.dest] = len(sizes)
                 sizes.append(size)
-        if one.kind not in IN_PLACE:
+        if operation.kind not in IN_PLACE:
             for slot in ended:
                 free.setdefault(built.slots[slot], []).append(place[slot])
     return place, sizes

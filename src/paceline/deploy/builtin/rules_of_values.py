@@ -171,12 +171,12 @@ def _binary(t: Translation, node: Node) -> Value:
     shape = t.shape(node)
     sides: list[Value | torch.Tensor] = []
     for given in node.args[:2]:
-        one = t.held.get(given) if isinstance(given, Node) else None
-        if one is None:
+        side = t.held.get(given) if isinstance(given, Node) else None
+        if side is None:
             if not isinstance(given, int | float):
                 raise UnsupportedError(f"{node.target} of a size")
-            one = torch.tensor(given, dtype=t.dtype)
-        sides.append(one)
+            side = torch.tensor(given, dtype=t.dtype)
+        sides.append(side)
     a, b = sides
     if isinstance(a, Value):
         return binary(t, name, a, b, shape)

@@ -102,7 +102,7 @@ def _slice(t: Translation, node: Node) -> Value:
         return value  # all of the batch
     axis = t.axis(node, dim or 0)
     size = value.shape[axis]
-    if any(isinstance(one, Node) for one in (start, end)):
+    if any(isinstance(bound, Node) for bound in (start, end)):
         raise UnsupportedError("a slice of a symbolic size")
     numbers = range(size)[slice(start, end, step)]
     return _part(t, value, axis, numbers.start, len(numbers), step)
@@ -144,8 +144,8 @@ def _cat(t: Translation, node: Node) -> Value:
     if axis < 0:
         raise UnsupportedError("a concatenation of batches")
     values: list[Value] = []
-    for one in t.argument(node, 0):
-        held = t.held.get(one)
+    for part in t.argument(node, 0):
+        held = t.held.get(part)
         if not isinstance(held, Value):
             raise UnsupportedError("a concatenation with a constant")
         if "stack" in str(node.target):
@@ -174,7 +174,7 @@ def _pad(t: Translation, node: Node) -> Value:
         if t.argument(node, 2, "mode", "constant") != "constant":
             raise UnsupportedError("padding that is not constant")
         number = t.argument(node, 3, "value")
-    if any(not isinstance(one, int) or one < 0 for one in pads) or len(pads) // 2 > len(
+    if any(not isinstance(size, int) or size < 0 for size in pads) or len(pads) // 2 > len(
         value.shape
     ):
         raise UnsupportedError("negative padding, or padding of the batch")
@@ -221,7 +221,7 @@ def _addmm(t: Translation, node: Node) -> Value:
 
 @rule("mm", "matmul", "bmm")
 def _matmul(t: Translation, node: Node) -> Value:
-    a, b = (t.held.get(one) for one in node.args[:2])  # type: ignore[arg-type]
+    a, b = (t.held.get(factor) for factor in node.args[:2])  # type: ignore[arg-type]
     if isinstance(a, Value) and isinstance(b, torch.Tensor):
         if b.dim() != 2:
             raise UnsupportedError("a product with weights of more than two dimensions")
@@ -398,15 +398,16 @@ def _by_phases(
     whole = Value(t.built.new_slot(math.prod(shape)), shape, True)
     _, *strides = strides_of(whole)
     for chosen in itertools.product(*phases):
-        weight = turned[(slice(None), slice(None), *(one.weights for one in chosen))]
-        sizes = {"kernel": list(weight.shape[2:]), "pad": [one.pad for one in chosen]}
-        own = (shape[0], *(one.count for one in chosen))
+        weight = turned[(slice(None), slice(None), *(phase.weights for phase in chosen))]
+        sizes = {"kernel": list(weight.shape[2:]), "pad": [phase.pad for phase in chosen]}
+        own = (shape[0], *(phase.count for phase in chosen))
         part = convolution(t, value, own, weight, bias, groups, sizes)
         _, *steps = strides_of(part)
         moves = [
-            (one.count, a, one.step * b) for one, a, b in zip(chosen, steps, strides, strict=True)
+            (phase.count, a, phase.step * b)
+            for phase, a, b in zip(chosen, steps, strides, strict=True)
         ]
-        start = sum(one.first * b for one, b in zip(chosen, strides, strict=True))
+        start = sum(phase.first * b for phase, b in zip(chosen, strides, strict=True))
         copy(t.built, part.slot, whole.slot, [*moves, (shape[0], 1, 1)], 0, start)
     return whole
 
@@ -434,7 +435,7 @@ def _pool(t: Translation, node: Node) -> Value:
         kind = "mean_with_padding" if t.argument(node, 5, "count_include_pad", True) else "mean"
         if t.argument(node, 6, "divisor_override"):
             raise UnsupportedError("pooling with a divisor")
-    if ceil or any(one != 1 for one in _each(dilation, rank)):
+    if ceil or any(size != 1 for size in _each(dilation, rank)):
         raise UnsupportedError("pooling with dilation or ceil_mode")
     sizes = {"kernel": kernel, "stride": stride, "pad": padding}
     return pool(t, t.value(node, 0), t.shape(node), kind, sizes)
@@ -452,9 +453,9 @@ def _adaptive(t: Translation, node: Node) -> Value:
 
 
 def _affine(t: Translation, value: Value, weight: Any, bias: Any, shape: Any) -> Value:
-    for name, one in (("multiply", weight), ("add", bias)):
-        if one is not None:
-            value = binary(t, name, value, one.reshape(shape), value.shape)
+    for name, constant in (("multiply", weight), ("add", bias)):
+        if constant is not None:
+            value = binary(t, name, value, constant.reshape(shape), value.shape)
     return value
 
 
@@ -540,12 +541,17 @@ def _upsample(t: Translation, node: Node) -> Value:
 def _interpolation(name: str, size: int, wanted: int, node: Node) -> torch.Tensor:
     """Return the matrix [wanted, size] of an interpolation along one dimension."""
     align = next(
-        (one for one in node.args if isinstance(one, bool)), node.kwargs.get("align_corners", False)
+        (argument for argument in node.args if isinstance(argument, bool)),
+        node.kwargs.get("align_corners", False),
     )
     scales = [
-        x for one in node.args if isinstance(one, list | tuple) for x in one if isinstance(x, float)
+        x
+        for argument in node.args
+        if isinstance(argument, list | tuple)
+        for x in argument
+        if isinstance(x, float)
     ]
-    if any(not float(one).is_integer() for one in scales):
+    if any(not float(scale).is_integer() for scale in scales):
         raise UnsupportedError("interpolation with a factor that is not whole")
     unit = torch.eye(size, dtype=torch.float64)[:, None]
     if name == "bicubic2d":

@@ -72,7 +72,7 @@ class Translation:
                 self.held[node] = self.exported.constants[name]
             else:
                 if not inputs:
-                    self.batch = self._meta(node).shape[0]
+                    self.batch = node.meta["val"].shape[0]
                 value = Value(-1, self.shape(node))
                 value = Value(self.built.new_slot(value.elements), value.shape)
                 inputs.append(value.slot)
@@ -85,12 +85,9 @@ class Translation:
             return found
         return torch.as_tensor(self.exported.constants[name])  # a buffer that is not saved
 
-    def _meta(self, node: Node) -> Any:
-        return node.meta["val"]
-
     def shape(self, node: Node) -> tuple[int, ...]:
         """Return the shape of a node without the batch. Raises UnsupportedError."""
-        return self.sample_shape(self._meta(node))
+        return self.sample_shape(node.meta["val"])
 
     def sample_shape(self, meta: Any) -> tuple[int, ...]:
         if not isinstance(meta, torch.Tensor):
@@ -108,9 +105,9 @@ class Translation:
             return self.held[node.args[0]][node.args[1]]  # type: ignore[index]
         if isinstance(node.meta.get("val"), torch.SymInt | int | None):
             return None  # a size, of which rules take those of their result; or a check of sizes
-        given = [self.held.get(one) for one in node.all_input_nodes]
-        flat = [x for one in given for x in (one if isinstance(one, tuple | list) else (one,))]
-        if not any(isinstance(one, Value) for one in flat):
+        given = [self.held.get(node_input) for node_input in node.all_input_nodes]
+        flat = [x for held in given for x in (held if isinstance(held, tuple | list) else (held,))]
+        if not any(isinstance(value, Value) for value in flat):
             return self._fold(node)
         name = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
         if name not in RULES:
@@ -119,7 +116,7 @@ class Translation:
 
     def _fold(self, node: Node) -> Held:
         """Compute a node that depends on no input."""
-        if any(self.held.get(one) is None for one in node.all_input_nodes):
+        if any(self.held.get(node_input) is None for node_input in node.all_input_nodes):
             raise UnsupportedError(f"the operator {node.target} of a size")
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self.held[n])
         with torch.no_grad():
@@ -179,6 +176,6 @@ def three(numbers: Any, rank: int, fill: int) -> list[int]:
     given: Sequence[int] = [numbers] if isinstance(numbers, int) else list(numbers)
     if len(given) == 1:
         given = list(given) * rank
-    if not all(isinstance(one, int) for one in given):
+    if not all(isinstance(number, int) for number in given):
         raise UnsupportedError("a symbolic size that is not the batch")
     return [fill] * (3 - len(given)) + list(given)

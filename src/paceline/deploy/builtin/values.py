@@ -61,7 +61,7 @@ def copy(
 ) -> None:
     """Append a copy between slots; steps: size, stride in the source and in the destination."""
     merged: list[tuple[int, int, int]] = []
-    for size, a, b in (one for one in steps if one[0] != 1):
+    for size, a, b in (step for step in steps if step[0] != 1):
         if merged and merged[-1][1] == a * size and merged[-1][2] == b * size:
             merged[-1] = (merged[-1][0] * size, a, b)
         else:
@@ -135,17 +135,17 @@ def fill(built: OperationList, slot: int, number: float) -> None:
 def concatenate(built: OperationList, values: Sequence[Value], axis: int) -> Value:
     """Return the values joined along a dimension of the sample."""
     rank = len(values[0].shape)
-    last = all(one.channels_last for one in values) and rank > 1
-    sizes = [one.shape[axis] for one in values]
+    last = all(value.channels_last for value in values) and rank > 1
+    sizes = [value.shape[axis] for value in values]
     shape = tuple(sum(sizes) if d == axis else size for d, size in enumerate(values[0].shape))
     whole = Value(built.new_slot(math.prod(shape)), shape, last)
     strides = strides_of(whole)
     at = 0
-    for one, size in zip(values, sizes, strict=True):
-        steps = list(zip(one.shape, strides_of(one), strides, strict=True))
+    for value, size in zip(values, sizes, strict=True):
+        steps = list(zip(value.shape, strides_of(value), strides, strict=True))
         if last:
             steps = [*steps[1:], steps[0]]
-        copy(built, one.slot, whole.slot, steps, 0, at * strides[axis])
+        copy(built, value.slot, whole.slot, steps, 0, at * strides[axis])
         at += size
     return whole
 

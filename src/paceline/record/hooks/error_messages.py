@@ -166,9 +166,13 @@ def _place(frames: traceback.StackSummary) -> str:
 
 
 def _script_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    return [
-        f for f in frames if not is_internal_file(f.filename) and "site-packages" not in f.filename
-    ]
+    return [frame for frame in frames if _is_of_script(frame.filename)]
+
+
+def _is_of_script(filename: str) -> bool:
+    """Return whether a file is the user's; "<string>" is (python -c), contextlib.py is not."""
+    is_library = is_library_file(filename) and not filename.startswith("<")
+    return not is_library and not is_internal_file(filename)
 
 
 def install() -> None:

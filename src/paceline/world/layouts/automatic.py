@@ -55,7 +55,7 @@ def resolve_automatic(
     predicted: int | None = None
     if layout is None:
         problems = layout_problems(setup, check)
-        usable = [one for one in LAYOUTS if one not in problems]
+        usable = [layout for layout in LAYOUTS if layout not in problems]
         choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
         layout = choice.predicted.layout
         recompute = recompute or layout.recompute

@@ -45,7 +45,7 @@ from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
 from ..training_state import TrainingState, random_states, set_random_states
 from .automatic import MemoryOptions, layout_problems, resolve_automatic
-from .sample_parts import SampleParts
+from .inference import SampleParts
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
     from ...parallel.memory.survey import MemorySurvey
@@ -458,7 +458,7 @@ class ModelDistribution(SampleParts):
     @property
     def layouts(self) -> list[Layout]:
         """The layouts of the models that were distributed, with the rules that divide them."""
-        return [one.layout for one in self._layouts if one.layout is not None]
+        return [options.layout for options in self._layouts if options.layout is not None]
 
     def _arrange(self, layout: Layout) -> None:
         """Give the mesh the axes of a layout. Collective where it divides models or samples."""
@@ -492,7 +492,7 @@ class ModelDistribution(SampleParts):
 
     def _note_mesh(self) -> None:
         """Write layouts and mesh into the record."""
-        layouts = dict.fromkeys(str(replace(one, rules=())) for one in self.layouts)
+        layouts = dict.fromkeys(str(replace(layout, rules=())) for layout in self.layouts)
         text = ", ".join(layouts)[:MAX_LAYOUT_CHARS]
         self._recorder.update_header(layout=text, mesh=self.mesh.header())
         self._recorder.shares_samples = self.mesh.is_divided
@@ -520,10 +520,10 @@ class ModelDistribution(SampleParts):
         if not self._layouts or not self._recorder.enabled:
             return
         MemorySampler(self._recorder).sample(now())  # short runs have no other sample
-        predicted = [one.predicted_bytes for one in self._layouts]
+        predicted = [options.predicted_bytes for options in self._layouts]
         # of one model: the peaks of several need not be at the same time
         peak = predicted[0] if len(predicted) == 1 else None
-        names = [str(one.layout.without_options) for one in self._layouts if one.layout]
+        names = [str(options.layout.without_options) for options in self._layouts if options.layout]
         training = self._training
         self._recorder.update_header(
             tensors=tensor_bytes(training.models, training.optimizers, names, peak, self.device)

@@ -417,8 +417,8 @@ class TrainingLoops:
         loader.begin_epoch(self.position.epoch if self.count else passes)
         if number in self._saved_schedules and not loader.is_branch:
             saved = self._saved_schedules.pop(number)
-            if said := _describe_change(saved, loader.schedule, self._begun_epochs):
-                self.progress.say(said)
+            if change := _describe_change(saved, loader.schedule, self._begun_epochs):
+                self.progress.say(change)
 
     def _say_batch(self, loader: Sharded, before: int | None) -> None:
         if loader.schedule.changes and before != loader.batch:

@@ -110,7 +110,7 @@ def detect_format(path: Path) -> str | None:
             return name
     first = format_of_file(inside[0]) if inside else None
     several = first is not None and FORMATS[first].files
-    return first if several and all(format_of_file(one) == first for one in inside) else None
+    return first if several and all(format_of_file(entry) == first for entry in inside) else None
 
 
 def format_of_file(path: Path) -> str | None:
@@ -205,22 +205,22 @@ def check_files(path: Path, boundary: Boundary) -> None:
     if beside.is_symlink() and not path.is_dir():
         boundary.check(beside, f"the link {beside}")
     while waiting:
-        one = waiting.pop()
-        status = one.stat()
+        item = waiting.pop()
+        status = item.stat()
         if not S_ISDIR(status.st_mode):
             if not S_ISREG(status.st_mode):
                 kind = kind_of_file(status.st_mode)
-                raise UnsafeFileError(errno.EINVAL, f"is {kind} and no regular file", str(one))
+                raise UnsafeFileError(errno.EINVAL, f"is {kind} and no regular file", str(item))
             continue
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))
-        with os.scandir(one) as found:
+        with os.scandir(item) as found:
             for entry in found:
                 if entry.is_symlink():
                     boundary.check(entry.path, f"the link {entry.path}")
                 if not entry.is_file(follow_symlinks=False):
-                    waiting.append(one / entry.name)
+                    waiting.append(item / entry.name)
 
 
 @contextmanager

@@ -109,4 +109,4 @@ def _values_of(dtype: np.dtype[Any], numbers: Array) -> list[Any]:
         cast = numbers.astype(dtype)
     if dtype.kind == "f":
         return list(cast[~np.isnan(cast)])
-    return [one for one, number in zip(cast, numbers, strict=True) if one == number]
+    return [value for value, number in zip(cast, numbers, strict=True) if value == number]

@@ -292,6 +292,6 @@ def _candidates(patterns: list[str], path: Path, referrer: str) -> Iterator[tupl
     for pattern in patterns:
         for folder in folders:
             # Of a file that does not exist, HDF5 also searches the last part of its name.
-            for one in (pattern, os.path.basename(pattern)):
-                place = os.path.join(glob.escape(folder), one)
+            for name in (pattern, os.path.basename(pattern)):
+                place = os.path.join(glob.escape(folder), name)
                 yield from ((file, referrer) for file in glob.iglob(place, include_hidden=True))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....security.text import printable
-from ...format.decode import parse_npy
+from ...format.npy import parse_npy
 from ..content import extension_of, kind_of
 from ..source import LoadedSample, Source, label_field
 from ..text_labels import interpret_labels

@@ -135,7 +135,7 @@ def _variables(header: _Header) -> tuple[int, list[_Variable]]:
 def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> StoreSource:
     _check_references(path, boundary)  # the library follows links already when it opens a file
     with _opened(path) as file:
-        shapes = {key: tuple(one.shape) for key, one in file.variables.items()}
+        shapes = {key: tuple(variable.shape) for key, variable in file.variables.items()}
         coordinates = set(file.dimensions)
     note = length_note(path)
     if not name and len(shapes) > 1:  # coordinate variables are not samples

@@ -54,7 +54,7 @@ class ParquetSource(Source):
         files = [self._open(file) for file in self.paths]
         schema = files[0].schema_arrow
         self._count = int(sum(file.metadata.num_rows for file in files))
-        stored_bytes = sum(one.stat().st_size for one in self.paths)
+        stored_bytes = sum(file.stat().st_size for file in self.paths)
         check_expansion(self.description, self._count, 0, lambda: stored_bytes)
         names = schema.names
         default_columns = next(((x, y) for x, y in PAIRS if x in names), None)
@@ -68,9 +68,9 @@ class ParquetSource(Source):
             if not name and default_columns and default_columns[1] in names
             else ""
         )
-        for one in (self._data, self._labels):
-            if one and one not in names:
-                raise ValueError(f"{path} has no column {one!r}; it has {_list_columns(names)}")
+        for column in (self._data, self._labels):
+            if column and column not in names:
+                raise ValueError(f"{path} has no column {column!r}; it has {_list_columns(names)}")
         if not self._count:
             raise ValueError(f"{path} contains no rows")
         for place, file in zip(self.paths, files, strict=True):
@@ -126,7 +126,7 @@ class ParquetSource(Source):
             raise ValueError(f"{self.description} has {number:,} rows of {self._count:,}")
 
     def _batches(self, path: Path) -> Iterator[Any]:
-        columns = [one for one in (self._data, self._labels) if one]
+        columns = [column for column in (self._data, self._labels) if column]
         with convert_library_errors(path):
             file = self._parquet.ParquetFile(path, page_checksum_verification=True)
             yield from file.iter_batches(BATCH_ROWS, columns=columns)
@@ -157,7 +157,7 @@ def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
         if not hasattr(value, "values"):
             return np.asarray(value.as_py(), value.type.to_pandas_dtype())
         if hasattr(value.values.type, "value_type"):
-            return np.stack([_numbers(one, where) for one in value.values])
+            return np.stack([_numbers(row, where) for row in value.values])
         numbers = value.values
         types = import_format_package("pyarrow.types", "pyarrow")
         if numbers.null_count and not types.is_floating(numbers.type):

@@ -35,6 +35,7 @@ class Rows(ABC):
     Attributes:
         chunk: Number of samples that can only be read together; 1 if each can be read alone.
         dtype: Name of a number's dtype, or "bytes" if samples are files' bytes.
+        flat: Whether samples of different shapes are stored as vectors.
         note: Remark for the user, or "".
     """
 
@@ -42,6 +43,7 @@ class Rows(ABC):
     dtype = note = ""
     shape: tuple[int, ...] = ()
     chunk = 1
+    flat = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -58,8 +60,8 @@ class Rows(ABC):
 
         Raises OSError or ValueError.
         """
-        found: Array = self.row(i)[part]
-        return found
+        hyperslab: Array = self.row(i)[part]
+        return hyperslab
 
     def close(self) -> None:
         return None
@@ -77,23 +79,23 @@ class StackedRows(Rows):
                     f"{first.description} {first.dtype} {(len(first), *first.shape)}. HINT: "
                     "name arrays of one shape and dtype, or a single array"
                 )
-        self.description = ", ".join(one.description for one in parts)
+        self.description = ", ".join(part.description for part in parts)
         self.dtype, self.shape = first.dtype, (len(parts), *first.shape)
-        self.chunk = max(one.chunk for one in parts)
-        self.note = "; ".join(one.note for one in parts if one.note)
+        self.chunk = max(part.chunk for part in parts)
+        self.note = "; ".join(part.note for part in parts if part.note)
 
     def __len__(self) -> int:
         return len(self.parts[0])
 
     def read(self, first: int, end: int) -> Array:
-        return np.stack([one.read(first, end) for one in self.parts], axis=1)
+        return np.stack([part.read(first, end) for part in self.parts], axis=1)
 
     def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
-        return np.stack([one.read_part(i, part[1:]) for one in self.parts[part[0]]])
+        return np.stack([rows.read_part(i, part[1:]) for rows in self.parts[part[0]]])
 
     def close(self) -> None:
-        for one in self.parts:
-            one.close()
+        for part in self.parts:
+            part.close()
 
 
 class StoreSource(ArraySource):
@@ -106,7 +108,7 @@ class StoreSource(ArraySource):
             )
         super().__init__(x, y)
         self.sequential = x.chunk > 1
-        self.notes += [one.note for one in (x, y) if isinstance(one, Rows) and one.note]
+        self.notes += [rows.note for rows in (x, y) if isinstance(rows, Rows) and rows.note]
         self.has_names, self._names = names is not None, names
         if x.dtype == "bytes":
             self.kind, self.has_arrays = (self.load(0).kind if len(x) else "files"), False
@@ -159,7 +161,7 @@ def source(
 ) -> StoreSource:
     """Open arrays of a file, given the names and shapes of all its arrays."""
     names, label = choose_arrays(path, shapes, name, labels)
-    parts = [open_rows(path, one) for one in names]
+    parts = [open_rows(path, array) for array in names]
     y: Any = label
     if label is not None and label in shapes:
         y = open_rows(path, label)
@@ -189,11 +191,11 @@ def choose_arrays(
                 )
             name = next(iter(shapes))
     names = name.split(",")
-    for one in names:
-        if one not in shapes:
-            raise ValueError(f"{path} has no {one!r}; {_list_arrays(shapes)}. HINT: {path}:NAME")
-        if not shapes[one]:
-            raise ValueError(f"{path}: {one!r} is a scalar. HINT: name an array of samples")
+    for array in names:
+        if array not in shapes:
+            raise ValueError(f"{path} has no {array!r}; {_list_arrays(shapes)}. HINT: {path}:NAME")
+        if not shapes[array]:
+            raise ValueError(f"{path}: {array!r} is a scalar. HINT: name an array of samples")
     if labels is not None and labels not in shapes and not split_path(labels)[0].exists():
         raise ValueError(f"{path} has no {labels!r}; {_list_arrays(shapes)}. HINT: --labels NAME")
     return names, labels
@@ -230,7 +232,7 @@ def check_sizes(rows: "Rows", stored_bytes: Callable[[], int]) -> None:
         ValueError: A row or chunk has more than 4 GiB, or all rows are too large for what is stored
             of them.
     """
-    variable = rows.dtype == "bytes" or getattr(rows, "flat", False)
+    variable = rows.dtype == "bytes" or rows.flat
     row = 0 if variable else ArraySpec(rows.dtype, tuple(rows.shape)).nbytes
     at_once = row * max(min(rows.chunk, len(rows)), 1)
     if at_once > MAX_SAMPLE_BYTES:

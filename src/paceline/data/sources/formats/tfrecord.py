@@ -52,15 +52,15 @@ class TFRecordSource(Source):
         super().__init__()
         self.description = str(path)
         self.paths = data_files(path)
-        self._files = [OpenFile(one) for one in self.paths]
+        self._files = [OpenFile(file) for file in self.paths]
         self._file_numbers, self._offsets = array("i"), array("q")
-        for number, one in enumerate(self.paths):
-            self._index_records(number, one)
+        for number, file in enumerate(self.paths):
+            self._index_records(number, file)
         if not self._offsets:
             raise ValueError(f"{path} contains no records")
         first = self._features(0)
         self._data = self._choose_feature(first, name, SAMPLES, "PATH:FEATURE")
-        self._labels = labels or next((one for one in LABELS if one in first), "")
+        self._labels = labels or next((feature for feature in LABELS if feature in first), "")
         if labels:
             self._choose_feature(first, labels, (), "--labels FEATURE")
         self.has_names = NAME in first and NAME not in (self._data, self._labels)
@@ -140,7 +140,7 @@ class TFRecordSource(Source):
     def _choose_feature(self, first: Any, name: str, usual: tuple[str, ...], hint: str) -> str:
         if name and name in first:
             return name
-        found = next((one for one in usual if one in first), "")
+        found = next((feature for feature in usual if feature in first), "")
         if name or not found:
             what = f"no feature {name!r}" if name else "no feature with a usual name"
             there = printable(", ".join(sorted(first)[:MAX_SHOWN_FEATURES]))

@@ -23,11 +23,11 @@ def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> Sto
     shapes: dict[str, tuple[int, ...]] = {}
     with warnings.catch_warnings(record=True) as caught:  # about members that are not Zarr
         warnings.simplefilter("always")
-        for key, one in found.members(max_depth=None):
-            if hasattr(one, "shape"):
-                shapes[key] = tuple(one.shape)
+        for key, member in found.members(max_depth=None):
+            if hasattr(member, "shape"):
+                shapes[key] = tuple(member.shape)
     source = store_source(path, shapes, name, labels, ZarrRows, boundary)
-    source.notes += [f"{path}: {one.message}" for one in caught]
+    source.notes += [f"{path}: {warning.message}" for warning in caught]
     return source
 
 
@@ -52,12 +52,14 @@ class ZarrRows(Rows):
         return int(self._data.shape[0])
 
     def read(self, first: int, end: int) -> Array:
-        with convert_library_errors(self.description):
-            return self._decoder.decode(native(self._data[first:end], self.description))
+        return self._read(slice(first, end))
 
     def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        return self._read((i, *part))
+
+    def _read(self, index: Any) -> Array:
         with convert_library_errors(self.description):
-            return self._decoder.decode(native(self._data[(i, *part)], self.description))
+            return self._decoder.decode(native(self._data[index], self.description))
 
 
 def _attributes(data: Any) -> dict[str, Any]:
