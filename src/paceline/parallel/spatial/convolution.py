@@ -245,12 +245,13 @@ def convolution(
         return values.like(empty_result([read.rows, weight, bias], wanted), parts)
     rest = tuple(0 if lead + i in asked else one for i, (one, _) in enumerate(around))
     if values.is_complex():  # PyTorch has no backward of a complex convolution as one function
-        rows = Windowed(values, asked).rows
+        rows = Windowed(values, asked).pad()
         return values.like(func(rows, weight, bias, stride, rest, dilation, groups), parts)
     last, coordinates = asked.popitem()
     read, partition = Windowed(values, asked), values.parts[last]
     windows = tuple(window(first, end, partition.rows) for first, end in coordinates)
-    plan = Fetch(last, partition, windows, values.groups.lines[partition.axis])
+    line = values.groups.lines[partition.axis]
+    plan = Fetch(last, partition, windows, line, tuple(read.borders))
     geometry = Geometry(func, stride, rest, dilation, groups)
     apply: Any = _Convolution.apply
     with read.compact():

@@ -1,5 +1,6 @@
 """Sums, means and normalization over positions that are divided."""
 
+import math
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from .exchange import GroupExchange, sum_over, summed
 from .partition import Partition
 from .products import contract
 from .split_tensor import SplitTensor, refused, rule_for
+from .windows import whole_shape
 
 
 @rule_for(*named_functions("sum", "mean"))
@@ -86,12 +88,72 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     return values.like(spread, _parts_after(values, dims, keepdim))
 
 
-@rule_for(*named_functions("amax", "amin", "max", "min", "any", "all"))
+_OVER_DIMS = {
+    **{"amax": torch.amax, "amin": torch.amin, "any": torch.any, "all": torch.all},
+    **{"max": torch.amax, "min": torch.amin},  # of all dims
+}
+
+
+@rule_for(*named_functions(*_OVER_DIMS))
 def extreme(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
-    """Largest or smallest value, or whether any or all are true, over all positions: gathered."""
-    if any(isinstance(one, torch.Tensor) for one in (*args, *options.values())):  # max(a, b)
+    """Largest or smallest value, or whether any or all are true, over any dims."""
+    given = (*args, *options.values())
+    if any(isinstance(one, torch.Tensor) for one in given):  # max(a, b)
         return pointwise(func, values, *args, **options)
-    return untouched(func, values, *args, **options) if args or options else func(values.whole())
+    found = untouched(func, values, *args, **options)
+    name = func.__name__
+    if found is not NO_RULE or options.keys() - {"dim", "keepdim"} or (
+        name in ("max", "min") and given
+    ):  # fmt: skip
+        return found
+    named = dict(zip(("dim", "keepdim"), args, strict=False)) | options
+    dims, keepdim = _reduced_dims(named.get("dim"), values), bool(named.get("keepdim", False))
+    whole_shape(_OVER_DIMS[name], values, dims)  # PyTorch's checks
+    group = values.groups.over(values.parts, dims)
+    apply: Any = _Extreme.apply
+    found = apply(values.local, _OVER_DIMS[name], dims, group)
+    return values.like(
+        found if keepdim else found.squeeze(dims), _parts_after(values, dims, keepdim)
+    )
+
+
+class _Extreme(torch.autograd.Function):
+    """Reduction without a sum, with its dims kept; equal values share the gradient as in PyTorch.
+
+    The results of the ranks are gathered, as a maximum in a collective may lose NaN.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, func: Any, dims: tuple[int, ...], group: Any
+    ) -> torch.Tensor:
+        if all(local.size(dim) for dim in dims) or func in (torch.any, torch.all):
+            own = func(local, dims, True)
+        else:
+            shape = [1 if dim in dims else rows for dim, rows in enumerate(local.shape)]
+            own = local.new_full(shape, _least(func, local.dtype))
+        is_bool = own.dtype == torch.bool
+        ranks = GroupExchange(group).gather(own.view(torch.uint8) if is_bool else own)
+        found: torch.Tensor = func(ranks.view(own.dtype), 0)
+        ctx.dims, ctx.group, ctx.layer = dims, group, layer()
+        ctx.save_for_backward(local, found)
+        return found
+
+    @staticmethod
+    @first_gradient_only
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        local, found = ctx.saved_tensors
+        is_equal = local == found
+        count = summed(is_equal.sum(ctx.dims, keepdim=True), ctx.group)
+        return is_equal * summed(gradient, ctx.group) / count, None, None, None
+
+
+def _least(func: Any, dtype: torch.dtype) -> float:
+    """Return the value that changes no maximum or minimum: that of a rank without rows."""
+    if dtype.is_floating_point:
+        return -math.inf if func is torch.amax else math.inf
+    limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
+    return limits.min if func is torch.amax else limits.max
 
 
 @rule_for(F.batch_norm)

@@ -44,20 +44,18 @@ def gather_rows(
     dim: int,
     coordinates: Sequence[tuple[int, int]],
     mode: str = "constant",
-    fill: float = 0.0,
 ) -> torch.Tensor:
     """Return this rank's rows of a divided dim for padded coordinates.
 
     Args:
-        local: The part, which may already be padded along other dims.
+        local: The part, which may already have rows of other ranks along other dims.
         coordinates: Of each rank along the axis, the first padded coordinate and the end.
         mode: Of the padding, as for ``torch.nn.functional.pad``.
-        fill: Value of the padding of mode "constant".
     """
     partition = values.parts[dim]
     line = values.groups.lines[partition.axis]
     asked = [window(first, end, partition.rows, mode) for first, end in coordinates]
-    rows = fetch(local, dim, partition, asked, line, fill)
+    rows = fetch(local, dim, partition, asked, line)
     order = asked[line.place].order
     if order is not None:
         index = torch.tensor(order, dtype=torch.int64, device=rows.device)
@@ -65,39 +63,58 @@ def gather_rows(
     return rows
 
 
-class Windowed:
-    """The rows that this rank's part of an output reads, with the padding of these dims.
+_NONE = (0, 0, 0)  # no row of the part is in the window
 
-    For backward, an operation would keep them, a copy of the rank's part with a rim. ``compact`` is
+
+class Windowed:
+    """The rows that this rank's part of an output reads.
+
+    Rows of all dims are fetched before any is padded, so that no padding travels. For backward, an operation would keep them, a copy of the rank's part with a rim. ``compact`` is
     a context in which it keeps the part itself, which other layers keep as well, and the rim.
 
     Attributes:
-        rows: What the operation computes with.
+        rows: What the operation computes with, padded after ``pad``.
+        borders: Padding of ``rows``: dim, rows before and after; negative numbers cut rows off.
     """
 
     def __init__(
-        self,
-        values: SplitTensor,
-        coordinates: Mapping[int, Sequence[tuple[int, int]]],
-        fill: float = 0.0,
+        self, values: SplitTensor, coordinates: Mapping[int, Sequence[tuple[int, int]]]
     ) -> None:
-        self._part = local = values.local
-        self._blocks: list[tuple[int, int, int, int]] = []  # dim, start in the part, length, place
+        self._part = self.rows = values.local
+        self.borders: list[tuple[int, int, int]] = []
+        self._blocks: dict[int, tuple[int, int, int]] = {}  # start in the part, length, place
         for dim, asked in coordinates.items():
-            if dim in values.parts:
-                rows = gather_rows(values, local, dim, asked, fill=fill)
-                partition = values.parts[dim]
-                place = values.groups.lines[partition.axis].place
-                own, (first, end) = partition.part(place), asked[place]
+            rows = values.size(dim)
+            if dim not in values.parts:
+                before, after = -asked[0][0], asked[0][1] - rows
             else:
-                rows, (first, end) = _padded(local, dim, asked[0], fill), asked[0]
-                own = (0, values.size(dim))
-            if rows is not local:
-                low, high = max(first, own[0]), min(end, own[1])
-                inside = (low - own[0], high - low, low - first) if low < high else (0, 0, 0)
-                self._blocks.append((dim, *inside))
-            local = rows
-        self.rows = local
+                own = values.groups.rows(values.parts[dim])
+                place = values.groups.lines[values.parts[dim].axis].place
+                inside = [(min(max(a, 0), rows), min(max(b, 0), rows)) for a, b in asked]
+                self.rows = gather_rows(values, self.rows, dim, inside)
+                border = window(*asked[place], rows)
+                before, after = border.before, border.after
+                first, end = inside[place]
+                if (first, end) != own:
+                    low, high = max(first, own[0]), min(end, own[1])
+                    is_any = low < high
+                    self._blocks[dim] = (low - own[0], high - low, low - first) if is_any else _NONE
+            if before or after:
+                self.borders.append((dim, before, after))
+
+    def pad(self, fill: float = 0.0) -> torch.Tensor:
+        """Pad the rows, and return them."""
+        around = [0, 0] * self.rows.dim()
+        for dim, before, after in self.borders:
+            from_end = 2 * (self.rows.dim() - 1 - dim)
+            around[from_end : from_end + 2] = before, after
+            start, length, place = self._blocks.get(dim, (0, self.rows.size(dim), 0))
+            cut = max(-before, 0)
+            length += min(before, 0) + min(after, 0)
+            self._blocks[dim] = (start + cut, length, place + max(before, 0))
+        if self.borders:
+            self.rows = F.pad(self.rows, around, value=fill)
+        return self.rows
 
     @contextmanager
     def compact(self) -> Iterator[None]:
@@ -107,7 +124,8 @@ class Windowed:
             return
         # autograd keeps the functions, which must not keep the rows
         address, shape = self.rows.data_ptr(), self.rows.shape
-        part, blocks, rims = self._part, tuple(self._blocks), list[_Rim]()
+        part, rims = self._part, list[_Rim]()
+        blocks = [(dim, *block) for dim, block in self._blocks.items()]
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.data_ptr() != address or tensor.shape != shape:
@@ -155,15 +173,6 @@ class _Rim:
         for (dim, *_), (before, after) in zip(self._blocks, reversed(self._sides), strict=True):
             rows = torch.cat([before, rows, after], dim)
         return rows
-
-
-def _padded(local: torch.Tensor, dim: int, asked: tuple[int, int], fill: float) -> torch.Tensor:
-    """Pad a dim that is not divided to the padded coordinates that are asked for."""
-    first, end = asked
-    if (first, end) == (0, local.size(dim)):
-        return local
-    around = [0, 0] * (local.dim() - 1 - dim) + [-first, end - local.size(dim)]
-    return F.pad(local, around, value=fill)
 
 
 def empty_result(inputs: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor:
@@ -227,12 +236,13 @@ def max_pool(
     parts = output_parts(values, shape)
     is_float = values.is_floating_point()
     lowest = float("-inf") if is_float else torch.iinfo(values.dtype).min
-    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, dilation), lowest)
+    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, dilation))
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
         return values.like(empty_result([read.rows], wanted), parts)
+    rows = read.pad(lowest)
     with read.compact():
-        result = func(read.rows, kernel, stride, 0, dilation)
+        result = func(rows, kernel, stride, 0, dilation)
     return values.like(result, parts)
 
 
@@ -278,12 +288,13 @@ def average_pool(
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
         return values.like(empty_result([read.rows], wanted), parts)
+    rows = read.pad()
     with read.compact():
         if count == 1:  # it has no divisor_override
-            flat = read.rows.unsqueeze(-1)
+            flat = rows.unsqueeze(-1)
             sums = F.avg_pool2d(flat, (*kernel, 1), (*stride, 1), divisor_override=1).squeeze(-1)
         else:
-            sums = func(read.rows, kernel, stride, 0, False, True, 1)
+            sums = func(rows, kernel, stride, 0, False, True, 1)
     if divisor_override:
         return values.like(sums / divisor_override, parts)
     for i in range(count):
@@ -291,9 +302,8 @@ def average_pool(
         first, end = (0, shape[dim])
         if dim in parts:
             first, end = values.groups.rows(parts[dim])
-        rows = values.size(dim)
         counts = [
-            _rows_of_window(at * stride[i] - padding[i], kernel[i], rows, padding[i],
+            _rows_of_window(at * stride[i] - padding[i], kernel[i], values.size(dim), padding[i],
                             count_include_pad)
             for at in range(first, end)
         ]  # fmt: skip
@@ -314,22 +324,23 @@ def pad(
 ) -> Any:
     """Pad at the borders of the whole sample."""
     shape = whole_shape(func, values, pad, mode, value)
-    local, parts, rest = values.local, dict(values.parts), list(pad)
+    local, parts, rest, asked = values.local, dict(values.parts), list(pad), {}
     for i in range(len(pad) // 2):
         dim = values.dim() - 1 - i
-        if dim not in parts:
-            continue
         before, after = pad[2 * i], pad[2 * i + 1]
-        rest[2 * i] = rest[2 * i + 1] = 0
-        new = parts[dim].padded(before, after)
-        coordinates = [(first - before, end - before) for first, end in new.parts()]
-        local = gather_rows(values, local, dim, coordinates, mode, value or 0.0)
-        parts[dim] = new
-    assert all(shape[dim] == one.rows for dim, one in parts.items())
-    if any(rest) and local.numel():
-        local = func(local, rest, mode, value)
-    elif any(rest):  # other modes refuse a rank without rows
-        local = F.pad(local, rest)
+        asked[dim] = [(-before, values.size(dim) + after)]
+        if dim in parts:
+            rest[2 * i] = rest[2 * i + 1] = 0
+            parts[dim] = parts[dim].padded(before, after)
+            asked[dim] = [(first - before, end - before) for first, end in parts[dim].parts()]
+    assert all(shape[dim] == part.rows for dim, part in parts.items())
+    if mode == "constant":
+        local = Windowed(values, asked).pad(value or 0.0)
+    else:
+        for dim in [dim for dim in asked if dim in parts]:
+            local = gather_rows(values, local, dim, asked[dim], mode)
+        if any(rest):  # other modes refuse a rank without rows
+            local = func(local, rest, mode) if local.numel() else F.pad(local, rest)
     if local.untyped_storage().data_ptr() == values.local.untyped_storage().data_ptr():
         local = local.clone()  # the model may change it in place
     return values.like(local, parts)
