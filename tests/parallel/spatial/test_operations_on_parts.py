@@ -168,7 +168,7 @@ def test_a_maximum_over_ranks_keeps_what_is_not_a_number():
             assert world.part(x).amax((2, 3)).isnan().all()
         assert not (world.part(X) > 0).amin()
         assert world.part((X * 0).int()).max() == 0
-        with pytest.raises(ValueError, match="max is not known .*HINT"):
+        with pytest.raises(ValueError, match=r"max is not known .*HINT"):
             world.part(X).max(2)
         with pytest.raises(IndexError, match="Dimension out of range"):
             world.part(X).amax(4)

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from ..horovod.keras.callback_order import other_callbacks
-from ..horovod.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from ..horovod.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+    other_callbacks,
+)
 from ..horovod.keras.operations import report_devices
 from ..horovod.keras.optimizer import DistributedOptimizer, is_distributed
 

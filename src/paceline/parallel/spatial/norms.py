@@ -88,10 +88,8 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     return values.like(spread, _parts_after(values, dims, keepdim))
 
 
-_OVER_DIMS = {
-    **{"amax": torch.amax, "amin": torch.amin, "any": torch.any, "all": torch.all},
-    **{"max": torch.amax, "min": torch.amin},  # of all dims
-}
+_OVER_DIMS = {name: getattr(torch, name) for name in ("amax", "amin", "any", "all")}
+_OVER_DIMS |= {"max": torch.amax, "min": torch.amin}  # of all dims
 
 
 @rule_for(*named_functions(*_OVER_DIMS))

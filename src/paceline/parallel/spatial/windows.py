@@ -69,8 +69,9 @@ _NONE = (0, 0, 0)  # no row of the part is in the window
 class Windowed:
     """The rows that this rank's part of an output reads.
 
-    Rows of all dims are fetched before any is padded, so that no padding travels. For backward, an operation would keep them, a copy of the rank's part with a rim. ``compact`` is
-    a context in which it keeps the part itself, which other layers keep as well, and the rim.
+    Rows of all dims are fetched before any is padded, so that no padding travels. For backward, an
+    operation would keep them, a copy of the rank's part with a rim. ``compact`` is a context in
+    which it keeps the part itself, which other layers keep as well, and the rim.
 
     Attributes:
         rows: What the operation computes with, padded after ``pad``.

@@ -32,10 +32,9 @@ from .. import timeline
 from ..environment import HorovodSettings
 from .errors import HorovodInternalError, HorovodShutdownError
 from .negotiation import Decision, Fusion, Message, Negotiator
-from .notices import Notices
+from .notices import Notices, StallMonitor
 from .operation import Operation
 from .requests import Kind, Request
-from .stalls import StallMonitor
 
 # While no thread waits for an operation, the background thread collects submissions until they have
 # so many bytes, or for so many cycle times: a meeting costs as much for one operation as for many.

@@ -11,8 +11,7 @@ from pathlib import Path
 from ....cluster.schedulers.detect import find_allocation
 from ....cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from ....launch.recovery.discovery import discover_hosts
-from .config_file import read_config
-from .option_table import DDLRUN, HOROVODRUN, LaunchOption
+from .option_table import DDLRUN, HOROVODRUN, LaunchOption, read_config
 
 RESTARTS = 10  # of elastic jobs without --reset-limit; Horovod has no limit
 TOOLS = {"horovodrun": HOROVODRUN, "ddlrun": DDLRUN}
