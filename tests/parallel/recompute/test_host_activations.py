@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.recompute import host_activations, plan
+from paceline.parallel.recompute import host_activations
+from paceline.parallel.recompute import recomputation as plan
 from paceline.parallel.recompute.host_activations import (
     LeavingStorages,
     activations_on_host,
     is_movable,
 )
-from paceline.parallel.recompute.plan import Way
-from paceline.parallel.recompute.recomputation import recompute_blocks
+from paceline.parallel.recompute.recomputation import Way, recompute_blocks
 
 
 class Block(nn.Module):

@@ -11,9 +11,14 @@ from torch import nn
 from fake_gpu import fake_gpu
 from paceline.parallel import memory_budget
 from paceline.parallel.blocks import recomputed_blocks
-from paceline.parallel.recompute import plan
-from paceline.parallel.recompute.plan import Way, choose_ways, least_bytes, peak_bytes
-from paceline.parallel.recompute.recomputation import recompute_blocks
+from paceline.parallel.recompute import recomputation as plan
+from paceline.parallel.recompute.recomputation import (
+    Way,
+    choose_ways,
+    least_bytes,
+    peak_bytes,
+    recompute_blocks,
+)
 from paceline.parallel.recompute.replay import ReplayedBuffers
 
 

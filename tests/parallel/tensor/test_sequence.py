@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from paceline import Layout
-from paceline.parallel.tensor import sequence
+from paceline.parallel.tensor import strategy as sequence
 from paceline.parallel.tensor.exchange import TensorAxis
 
 

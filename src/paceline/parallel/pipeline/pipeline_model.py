@@ -24,15 +24,20 @@ from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import Loss, TrainingStep
 from .atoms import tensor_names
+from .attributes import mark_kept
+from .execution.buckets import reduce_gradients
 from .execution.deferred_norms import DeferredNorms, is_deferred
-from .execution.gradient_exchange import reduce_gradients
 from .execution.micro_batches import LossComparisons, check_count, samples_of, sizes_of, split
-from .execution.schedule_choice import AUTO, Candidate, ScheduleChoice, candidates_for
-from .execution.schedules import DEFAULT, MICRO_BATCHES_OF_STAGE
-from .execution.sharded_parameters import ShardedParameters
-from .execution.sharded_states import ShardedStates, owners_of
+from .execution.schedules import (
+    AUTO,
+    DEFAULT,
+    MICRO_BATCHES_OF_STAGE,
+    Candidate,
+    ScheduleChoice,
+    candidates_for,
+)
+from .execution.sharded_parameters import ShardedParameters, ShardedStates, owners_of
 from .executor import Batch, Executor
-from .kept_attributes import mark_kept
 from .partition import Partition
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, check_hooks
@@ -297,7 +302,9 @@ class PipelineModel(DistributedModel):
             plan = plan_forward(trace, self.partition.held, virtual, self._has_example)
             self._plans[key] = plan
             own = range(self.mesh.place[STAGE], virtual, self._stages)
-            mark_kept(self.module, self.skeleton.kept, self.skeleton.atoms.names, plan, own)
+            run_here = {event.target for stage in own for _, event in plan.stages[stage].events}
+            atoms = run_here.intersection(self.skeleton.atoms.names)
+            mark_kept(self.module, self.skeleton.kept, atoms)
         return self._plans[key]
 
     def _check_kept(self) -> None:

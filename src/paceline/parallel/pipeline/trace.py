@@ -29,10 +29,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.sampling.sample_order import preserve_random_states
-from ..attributes import SIMPLE, Content, contents
 from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..placement import empty_as
 from .atoms import Atoms, tensors_by_name
+from .attributes import SIMPLE, Content, contents
 
 # what they do belongs to a tensor of one stage, and is not repeated
 _OF_ONE_TENSOR = (

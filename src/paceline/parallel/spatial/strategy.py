@@ -32,7 +32,7 @@ from ..sharded.strategy import FullySharded
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import all_positions, convolution, losses, norms, products, resampling, shapes  # noqa: F401 - rules
+from . import layers as products  # noqa: F401 - rules
 from .exchange import summed
 from .partition import FROM_END
 from .samples import AXES, check_same, spatial_groups, split_inputs
@@ -224,7 +224,7 @@ class SpatialParallel(ParallelStrategy):
         """Return the model with replicas or shards on all ranks, which average its gradients."""
         mesh, device = self.request.mesh, self.request.device
         if self._sharding is not None:
-            from ..sharded.parts_of_tensors import hook_parts  # FSDP takes a moment to import
+            from ..sharded.fully_sharded import hook_parts  # FSDP takes a moment to import
 
             sharded = self._sharding.apply(model, optimizer)
             hook_parts(sharded.module, SplitTensor)

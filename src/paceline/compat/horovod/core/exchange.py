@@ -327,7 +327,7 @@ class RecordedWaits:
 
 
 class GroupMeetings:
-    """Meetings by collectives of the process set's group, which are not recorded."""
+    """How the ranks of a process set meet: by collectives of its group, which are not recorded."""
 
     def __init__(self, group: Any) -> None:
         self._recorded = group
@@ -339,6 +339,7 @@ class GroupMeetings:
         return unrecorded(self._recorded)
 
     def minimum(self, vector: bytearray) -> None:
+        """Replace each byte of the vector by the smallest of all ranks."""
         if len(vector) != len(self._bytes):
             self._bytes = bytearray(len(vector))
             self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
@@ -351,14 +352,17 @@ class GroupMeetings:
         vector[:] = self._bytes
 
     def gather(self, message: Message) -> list[Message]:
+        """Return the messages of all ranks."""
         return all_gather_objects(message, Message, self._group)
 
     def limit(self, seconds: float) -> None:
+        """Set the time that the next meetings wait for late ranks."""
         group = self._group
         if isinstance(group, SharedMemoryGroup):
             group.timeout = seconds
 
     def abort(self) -> None:
+        """End the meeting in which another thread waits, with an error, if that is possible."""
         break_group = getattr(getattr(self._group, "kernel", None), "break_group", None)
         if break_group is not None:  # the other kernels and gloo can't be interrupted
             break_group()

@@ -168,6 +168,6 @@ def describe_stall(
     instead = f" ({'; '.join(waits[:MAX_REPORTED])})" if waits else ""
     return (
         f"stalled for more than {seconds:g} s: submitted {'; '.join(parts)}{instead}. HINT: call "
-        "the same operations under the same names on all ranks, or hvd.join() on ranks that have "
-        "no more data"
+        "the same operations under the same names on all ranks: as many batches on each, or "
+        "hvd.join() on ranks that have no more data"
     )
