@@ -72,7 +72,7 @@ def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
     try:
         _wait(store, "all", size, timeout, say=rank == 0)
         if me >= 0 and listener is not None:
-            _try(store, me, listener, timeout)
+            _try(store, me, timeout)
         verdict = json.loads(_get(store, "verdict", timeout))
     finally:
         if listener is not None:
@@ -87,7 +87,7 @@ def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
     return f"{interface} {address}"
 
 
-def _try(store: Any, me: int, listener: Listener, timeout: float) -> None:
+def _try(store: Any, me: int, timeout: float) -> None:
     """Try to reach other hosts from this one; on the first host, also publish the result."""
     hosts = store.add("hosts", 0)
     if hosts == 1:

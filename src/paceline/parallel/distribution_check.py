@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..optim.gradients import count_parameters, parameters_of
+from ..optim.gradients import count_parameters, graph_nodes, parameters_of
 from ..optim.whole_norms import local_part
 from ..record.hooks.phases import UncopiedHook, has_users_hooks
 from .mesh import Mesh
@@ -200,18 +200,8 @@ def _gradients_of(replica: FixedBuckets) -> _Gradients:
 
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaf tensors that a backward of ``loss`` would give a gradient."""
-    leaves: list[torch.Tensor] = []
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting.extend(following for following, _ in node.next_functions)
-    return leaves
+    nodes = graph_nodes([loss.grad_fn])
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def unsharded_loaders_in_use() -> list[str]:

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from ...optim.gradients import graph_nodes
+
 # of nn.Module itself, such as parameters and hooks
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set", "training"}
 _NOT_FOLLOWED = (
@@ -290,20 +292,13 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_reentrant_checkpoints(outputs: list[torch.Tensor]) -> None:
     """Raise ValueError for recomputed parts, which ``torch.autograd.grad`` can't enter."""
-    waiting: list[Any] = [one.grad_fn for one in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "world.distribute: the model recomputes by checkpoint(..., use_reentrant=True), "
-                "whose gradients can't be compared with those of the whole model. HINT: "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        waiting += [following for following, _ in node.next_functions]
+    nodes = graph_nodes(one.grad_fn for one in outputs)
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+        raise ValueError(
+            "world.distribute: the model recomputes by checkpoint(..., use_reentrant=True), whose "
+            "gradients can't be compared with those of the whole model. HINT: "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
 
 
 def _judge(

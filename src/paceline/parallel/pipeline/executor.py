@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ...cost.pipeline import chunks_of
+from ...data.sampling.sample_order import preserve_random_states
+from ...optim.gradients import graph_nodes
 from ...record.ring.recorder import now
 from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
 from ..mesh import STAGE, Mesh
@@ -79,15 +81,9 @@ class SplitBackward:
 
     def _reaches_leaf(self, output: torch.Tensor) -> bool:
         leaves = {id(leaf) for leaf in self._leaves}
-        seen, waiting = {None}, [output.grad_fn]
-        while waiting:
-            node: Any = waiting.pop()
-            if id(getattr(node, "variable", None)) in leaves:
-                return True
-            if node not in seen:
-                seen.add(node)
-                waiting.extend(following for following, _ in node.next_functions)
-        return id(output) in leaves
+        nodes = graph_nodes([output.grad_fn])
+        reached = (id(getattr(node, "variable", None)) for node in nodes)
+        return id(output) in leaves or not leaves.isdisjoint(reached)
 
     def of_parameters(self, parameters: Iterator[nn.Parameter]) -> None:
         """Add the gradients of the parameters to those that they have."""
@@ -119,23 +115,13 @@ class RandomStreams:
     def of_step(self, stage: int) -> Iterator[None]:
         """Draw the seed of a step, and restore the global generators at its end."""
         self._base = int(torch.randint(1 << 62, ()).item())
-        cpu, python = torch.get_rng_state(), random.getstate()
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-        legacy = numpy.get_state() if numpy is not None else None
-        # modules that draw from these generators get other numbers on each stage and step
-        random.seed(self._mixed(0, stage))
-        if numpy is not None:
-            numpy.seed(self._mixed(1, stage) & 0xFFFFFFFF)
-        try:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with preserve_random_states(), torch.random.fork_rng(devices):
+            # modules that draw from these generators get other numbers on each stage and step
+            random.seed(self._mixed(0, stage))
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(self._mixed(1, stage) & 0xFFFFFFFF)
             yield
-        finally:
-            torch.set_rng_state(cpu)
-            random.setstate(python)
-            if numpy is not None:
-                numpy.set_state(legacy)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda, self.device)
 
     def seed_event(self, micro_batch: int, event: int) -> None:
         """Seed the generators for one event."""

@@ -63,7 +63,7 @@ def measure_units(
                 found = _measure(model, skeleton, plan, _without_values(inputs, skeleton.device))
         except Exception:  # of any code of the user's model
             found = []
-    return _agreed(units, parts, found, skeleton.device)
+    return _agreed(parts, found, skeleton.device)
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def _unchanged_generators(device: torch.device) -> Iterator[None]:
 
 
 def _agreed(
-    units: Sequence[Unit], parts: Sequence[list[Unit]], found: list[UnitCost], device: torch.device
+    parts: Sequence[list[Unit]], found: list[UnitCost], device: torch.device
 ) -> list[Unit] | None:
     """Return the units with the mean costs of all ranks; None if one could not measure."""
     costs = found or [UnitCost(0.0, 0.0)] * len(parts)

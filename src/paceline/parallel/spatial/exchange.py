@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm.group_device import exchangeable
+from ...comm.group_device import exchangeable, gather_equal
 from ...record.ring.header_schema import MAX_BLOCK_CHARS, MAX_HALO_LAYERS
 from ...record.ring.recorder import update_all_headers
 from ..divided.first_gradient import first_gradient_only
@@ -482,10 +482,7 @@ class GroupExchange:
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked: [ranks, *row.shape]."""
-        sent = exchangeable(row.contiguous())
-        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, sent, group=self.group)
-        return torch.stack(rows).to(row.device)
+        return torch.stack(gather_equal(row, self.group))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tensors of all ranks."""

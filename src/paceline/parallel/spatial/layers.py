@@ -28,7 +28,7 @@ from .split_tensor import (
     rule_for,
     say_gathered,
 )
-from .windows import whole_shape
+from .windows import check_positions, whole_shape
 
 
 def contract(
@@ -241,8 +241,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Normalize each channel with the statistics of the whole batch."""
-    if any(dim < 2 for dim in values.parts):
-        raise refused("batch normalization got samples or channels of a tensor", ".whole() first")
+    check_positions(values, what="batch normalization")
     if not training:
         given = (running_mean, running_var, weight, bias, False, momentum, eps)
         return values.like(F.batch_norm(values.local, *given))
@@ -274,8 +273,7 @@ def group_norm(
     *_: Any,
 ) -> Any:
     """Normalize groups of channels of each sample over all positions."""
-    if any(dim < 2 for dim in values.parts):
-        raise refused("group normalization got samples or channels of a tensor", ".whole() first")
+    check_positions(values, what="group normalization")
     if values.size(1) % num_groups:
         raise ValueError(
             f"{values.size(1)} channels can't be divided into {num_groups} groups. HINT: a divisor "
@@ -382,10 +380,7 @@ def instance_norm(
     *_: Any,
 ) -> Any:
     """Normalize each channel of each sample over all positions."""
-    if any(dim < 2 for dim in values.parts):
-        raise refused(
-            "instance normalization got samples or channels of a tensor", ".whole() first"
-        )
+    check_positions(values, what="instance normalization")
     if not use_input_stats:
         given = (running_mean, running_var, weight, bias, False, momentum, eps)
         return values.like(F.batch_norm(values.local, *given))
@@ -557,8 +552,7 @@ def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
 )
 def channel_dropout(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Drop whole channels: all ranks of a sample draw the same ones."""
-    if any(dim < 2 for dim in values.parts):
-        raise refused(f"{func.__name__} got samples or channels of a tensor", ".whole() first")
+    check_positions(values, what=func.__name__)
     local = values.local
     if not local.numel():  # it would draw nothing, and other ranks do
         func(local.new_ones(*local.shape[:2], *[1] * (local.dim() - 2)), *args, **options)

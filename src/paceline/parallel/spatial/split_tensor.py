@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from ...comm.group_device import exchangeable
+from ...comm.group_device import gather_equal
 from ...cost.layout_memory import size_text
 from ..divided.divided_tensor import (
     NO_RULE,
@@ -76,10 +76,8 @@ class SpatialGroups:
 
     def numbers(self, number: int) -> dict[int, int]:
         """Return a number of each rank that shares this rank's samples, by rank. Collective."""
-        own = exchangeable(torch.tensor([number]), self.all)
+        found = gather_equal(torch.tensor([number]), self.all)
         ranks = dist.get_process_group_ranks(self.all)
-        found = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(found, own, group=self.all)
         return {rank: int(one) for rank, one in zip(ranks, found, strict=True)}
 
     def offset(self, axes: Container[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.group_device import exchangeable
+from ...comm.group_device import exchangeable, gather_equal
 from ...cost.layout import Layout
 from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...record.hooks.phases import UncopiedHook
@@ -63,9 +63,7 @@ class SpatialDivision(Division):
         self.device = exchangeable(torch.zeros(1), groups.all).device.type
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.groups.all))]
-        dist.all_gather(found, tensor.contiguous(), group=self.groups.all)
-        return found
+        return gather_equal(tensor, self.groups.all)
 
     def divided(self) -> Any:
         self.groups.is_compared = True

@@ -202,12 +202,12 @@ def local_shape(
     return found
 
 
-def check_positions(values: SplitTensor, first: int) -> None:
+def check_positions(
+    values: SplitTensor, first: int = 2, what: str = "a layer over positions"
+) -> None:
     """Raise ValueError if a dim before the positions is divided."""
     if any(dim < first for dim in values.parts):
-        raise refused(
-            "a layer over positions got samples or channels of a tensor", ".whole() first"
-        )
+        raise refused(f"{what} got samples or channels of a tensor", ".whole() first")
 
 
 _MAX_POOLS = {
@@ -368,7 +368,7 @@ def interpolate(
         raise refused("antialias=True for a tensor", "antialias=False, or .whole() first")
     given = (size, scale_factor, mode, align_corners, recompute_scale_factor)
     shape = whole_shape(func, values, *given)
-    check_positions(values, 2)
+    check_positions(values)
     count = values.dim() - 2
     factors = [None] * count
     if scale_factor is not None and not recompute_scale_factor:

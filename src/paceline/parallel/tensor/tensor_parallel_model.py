@@ -157,17 +157,16 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     samples = SAMPLES if func in _CUT_SAMPLES else None
     always = not torch.is_grad_enabled() and func is not F.batch_norm
     split, plain = _Copies(dtype, samples, always), _Copies(dtype, samples, always)
-    generator = _random_state(axis_device(args, kwargs))
+    devices = [torch.cuda.current_device()] if axis_device(args, kwargs) == "cuda" else []
     with torch.enable_grad():
         given, named = tree_map(split.pieces, (args, kwargs))
-        found = rule(func, *given, **named)
+        with torch.random.fork_rng(devices):
+            found = rule(func, *given, **named)
         if found is NO_RULE:
-            _set_random_state(generator)
             return None
-        _set_random_state(generator)
-        whole_args, whole_kwargs = tree_map(plain.whole, (args, kwargs))
-        expected = func(*whole_args, **whole_kwargs)
-        _set_random_state(generator)
+        given, named = tree_map(plain.whole, (args, kwargs))
+        with torch.random.fork_rng(devices):
+            expected = func(*given, **named)
         worst, where, precision = _differences(axis, found, expected, split, plain)
     limit = TOLERANCES.get(precision, 1e-4)
     numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis)))
@@ -264,17 +263,6 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     finite = expected.abs().masked_fill(~expected.isfinite(), 0)
     value = float(difference / finite.max().clamp(min=1e-30)) if float(difference) else 0.0
     return value if value == value else float("inf")
-
-
-def _random_state(device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    on_device = torch.cuda.get_rng_state() if device == "cuda" else None
-    return torch.get_rng_state(), on_device
-
-
-def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
 
 
 MEMORY_FACTOR = 3  # whole parameters, their gradients, and activations

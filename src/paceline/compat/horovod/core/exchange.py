@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....comm.group_device import exchangeable
+from ....comm.group_device import all_gather_flat, exchangeable, reduce_scatter_flat
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared_memory_group import SharedMemoryGroup
 from ....plurals import named_ranks
@@ -30,9 +30,6 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-# Newer versions of torch have other names for them, and warn about these.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Exchange:
@@ -113,7 +110,7 @@ class Exchange:
             return [list(numbers)]
         own = exchangeable(torch.tensor(numbers, dtype=torch.int64), self.group)
         rows = own.new_empty(self.size * len(own))
-        _all_gather(rows, own, group=self._plain)
+        all_gather_flat(rows, own, group=self._plain)
         return [list(map(int, row)) for row in rows.view(self.size, -1).tolist()]
 
     def all_gather(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -135,7 +132,8 @@ class Exchange:
             tensor,
             gathered.nbytes,
             lambda group: (
-                gathered.numel() and _all_gather(as_bytes(gathered), as_bytes(padded), group=group)
+                gathered.numel()
+                and all_gather_flat(as_bytes(gathered), as_bytes(padded), group=group)
             ),
         )
         if min(rows) == most:
@@ -201,7 +199,7 @@ class Exchange:
             tensor.nbytes,
             lambda group: (
                 own.numel()
-                and _reduce_scatter(own.view(-1), padded.reshape(-1), _OPS[op], group=group)
+                and reduce_scatter_flat(own.view(-1), padded.reshape(-1), _OPS[op], group=group)
             ),
         )
         return own[: counts[self.rank]].to(device)

@@ -59,7 +59,7 @@ def translate(tool: str, words: list[str]) -> RunCommand:
     if given.roles & {"version", "build"}:
         result.role = "version" if "version" in given.roles else "build"
         return result
-    result.words += _hosts(tool, given)
+    result.words += _hosts(given)
     result.words += [word for item in given.variables.items() for word in _env("=".join(item))]
     result.words += _python(tool, rest)
     return result
@@ -170,7 +170,7 @@ def _number(name: str, text: str) -> int:
     return number
 
 
-def _hosts(tool: str, given: _Given) -> list[str]:
+def _hosts(given: _Given) -> list[str]:
     """Return the options of ``paceline run`` for the hosts, the number of ranks, and restarts."""
     values = given.values
     ranks = _number("-np", given.ranks) if given.ranks else None

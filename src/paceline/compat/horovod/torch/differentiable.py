@@ -4,6 +4,7 @@ The gradient of a result with respect to each rank's tensor follows Horovod's co
 average their losses, except in an all-reduce with Sum.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -185,24 +186,6 @@ def allreduce(
     return result
 
 
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Reduce a tensor over all ranks in place, and return it."""
-    reduced: torch.Tensor = run(
-        lambda: allreduce_async_(
-            tensor, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-    return reduced
-
-
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -223,24 +206,6 @@ def grouped_allreduce(
 
     reduced = _run(HorovodAllreduce, start, arguments, [one for one, _ in pairs])
     return _decompressed_all(compression, reduced, pairs)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Reduce tensors over all ranks in place, together, and return them."""
-    reduced: list[torch.Tensor] = run(
-        lambda: grouped_allreduce_async_(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-    return reduced
 
 
 def allgather(
@@ -278,17 +243,6 @@ def broadcast(
     """Return the tensor of the global rank ``root_rank``."""
     function: Any = HorovodBroadcast
     received: torch.Tensor = function.apply(tensor, root_rank, name, process_set)
-    return received
-
-
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Replace the tensor by that of the global rank ``root_rank``, and return it."""
-    received: torch.Tensor = run(lambda: broadcast_async_(tensor, root_rank, name, process_set))
     return received
 
 
@@ -346,3 +300,27 @@ def grouped_reducescatter(
     own = [one for one, _ in pairs]
     parts = _run(HorovodReducescatter, start, (op, factors, process_set), own)
     return _decompressed_all(compression, parts, pairs)
+
+
+def _waiting(start: Start, name: str, doc: str) -> Callable[..., Any]:
+    """Return a function that starts an operation, waits for it and returns its result."""
+
+    @functools.wraps(start)
+    def function(*args: Any, **options: Any) -> Any:
+        return run(lambda: start(*args, **options))
+
+    function.__name__, function.__doc__ = name, doc
+    return function
+
+
+allreduce_ = _waiting(
+    allreduce_async_, "allreduce_", "Reduce a tensor over all ranks in place, and return it."
+)
+grouped_allreduce_ = _waiting(
+    *(grouped_allreduce_async_, "grouped_allreduce_"),
+    "Reduce tensors over all ranks in place, together, and return them.",
+)
+broadcast_ = _waiting(
+    *(broadcast_async_, "broadcast_"),
+    "Replace the tensor by that of the global rank ``root_rank``, and return it.",
+)

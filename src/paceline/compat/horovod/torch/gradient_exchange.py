@@ -49,6 +49,20 @@ class ExchangeOptions:
     sparse_as_dense: bool
     process_set: Any
 
+    def __post_init__(self) -> None:
+        if self.predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if not self.predivide_factor > 0:
+            raise ValueError(
+                f"gradient_predivide_factor must be > 0, not {self.predivide_factor}. HINT: leave "
+                "it out"
+            )
+        if self.process_set.process_set_id is None:
+            raise ValueError(
+                f"{self.process_set} is not registered. HINT: hvd.init(), then "
+                f"hvd.add_process_set({self.process_set.ranks})"
+            )
+
     @property
     def factors(self) -> tuple[float, float]:
         """The factors before and after the sum."""

@@ -20,7 +20,7 @@ from .mpi_ops import (
     size,
     synchronize,
 )
-from .named_parameters import check_groups, check_names, parameters_of
+from .named_parameters import check_groups, check_names, groups_of, parameters_of
 
 _STATE = "_horovod"  # attribute of the optimizer with its _StepState
 
@@ -199,20 +199,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             f"DistributedOptimizer wraps an optimizer of torch, not a {type(optimizer).__name__}. "
             "HINT: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
         )
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be > 0, not {gradient_predivide_factor}")
     _check_passes(backward_passes_per_step)
-    if num_groups:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
-        )
-        groups = num_groups if groups is None else groups
-    if process_set.process_set_id is None:
-        raise ValueError(
-            f"{process_set} is not registered. HINT: hvd.add_process_set({process_set.ranks})"
-        )
+    groups = groups_of(num_groups, groups, level=3)
     names = check_names(optimizer, named_parameters)
     options = ExchangeOptions(
         compression, op, gradient_predivide_factor, check_groups(groups), sparse_as_dense,

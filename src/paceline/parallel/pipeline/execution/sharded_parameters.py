@@ -17,13 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from ....comm.group_device import all_gather_flat, reduce_scatter_flat
 from ...mesh import DATA, Mesh
 from ...sharded.optimizer_parameters import replace_parameters
 from .buckets import buckets
-
-# names of PyTorch 2.13 and of earlier ones
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class ShardedParameters:
             for one, part in zip(bucket, own.split([one.length for one in bucket]), strict=True):
                 part[: one.local.numel()] = one.local.reshape(-1)
             every = own.new_empty(self._ranks * own.numel())
-            _all_gather(every, own, group=self._group)
+            all_gather_flat(every, own, group=self._group)
             columns = every.view(self._ranks, -1).split([one.length for one in bucket], dim=1)
             for one, column in zip(bucket, columns, strict=True):
                 flat = column.reshape(-1)[: one.shape.numel()]
@@ -163,7 +160,7 @@ class ShardedParameters:
                     _fill(column, one.whole.grad.reshape(-1))
                     one.whole.grad = None
             mean = rows.new_empty(rows.size(1))
-            _reduce_scatter(mean, rows.view(-1), group=self._group)
+            reduce_scatter_flat(mean, rows.view(-1), group=self._group)
             mean /= self._ranks
             for one, part in zip(bucket, mean.split(lengths), strict=True):
                 self._add(one, part[: one.local.numel()].view(one.local.shape))
