@@ -80,7 +80,7 @@ def _at(rows: Rows, i: int) -> tuple[str, str]:
 
 
 def _elsewhere(model: torch.nn.Module) -> bool:
-    return any(one.device.type != "cpu" for one in model.parameters())
+    return any(parameter.device.type != "cpu" for parameter in model.parameters())
 
 
 def _rows(model: torch.nn.Module) -> Rows:

@@ -100,8 +100,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.inner.allreduce_coalesced(tensors, *given, **options)
 
         def run() -> None:
-            for one in tensors:
-                self._reduce(one, how)
+            for tensor in tensors:
+                self._reduce(tensor, how)
 
         return self._start(run, tensors, given)
 
@@ -118,7 +118,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
         alike = len(outputs) == len(inputs) == 1 and _is_supported([*inputs, *outputs[0]])
-        if not alike or not all(_have_same_size(one, inputs[0]) for one in outputs[0]):
+        if not alike or not all(_have_same_size(output, inputs[0]) for output in outputs[0]):
             return self.inner.allgather(outputs, inputs, *given, **options)
         return self._start(lambda: self._gather(inputs[0], outputs[0]), outputs[0], given)
 
@@ -128,11 +128,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if how is None or not alike or not _is_supported([*outputs, *inputs[0]], how):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
         (to,), (tensors,) = outputs, inputs
-        if not all(_have_same_size(one, to) for one in tensors):
+        if not all(_have_same_size(tensor, to) for tensor in tensors):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
 
         def run() -> None:
-            flat = [one.contiguous() for one in tensors]
+            flat = [tensor.contiguous() for tensor in tensors]
             with _in_place(to) as into:
                 self._scatter([one.data_ptr() for one in flat], into, how)
 
@@ -336,7 +336,7 @@ def _reduction_index(given: tuple[Any, ...]) -> int | None:
 
 def _are_messages(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a send or receive runs here; sender and receiver decide alike."""
-    return all(one.device.type == "cpu" and one.layout == torch.strided for one in tensors)
+    return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
 
 
 def _is_supported(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
@@ -345,9 +345,9 @@ def _is_supported(tensors: Sequence[torch.Tensor], how: int | None = None) -> bo
     how: Index of the reduction that is applied to them; None without a reduction.
     """
     return all(
-        one.device.type == "cpu"
-        and one.layout == torch.strided
-        and one.dtype in DTYPE_INDEX
-        and (how != MEAN or one.dtype.is_floating_point)
-        for one in tensors
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype in DTYPE_INDEX
+        and (how != MEAN or tensor.dtype.is_floating_point)
+        for tensor in tensors
     )

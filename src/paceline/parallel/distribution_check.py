@@ -91,7 +91,7 @@ class DistributionCheck:
 
     def _synchronized(self) -> list[FixedBuckets]:
         """Return the models whose next backward is to synchronize gradients."""
-        replicas = [one.module for one in self._models if one.local_sgd is None]
+        replicas = [model.module for model in self._models if model.local_sgd is None]
         return [
             one
             for one in replicas
@@ -100,9 +100,9 @@ class DistributionCheck:
 
     def note_exchange(self, bucket: torch.Tensor) -> None:
         """Note that a backward reduces a bucket of a DistributedDataParallel model."""
-        for one in self._models:
-            if isinstance(one.module, FixedBuckets) and one.module.is_armed:
-                one.module.note_exchange(bucket)
+        for model in self._models:
+            if isinstance(model.module, FixedBuckets) and model.module.is_armed:
+                model.module.note_exchange(bucket)
 
     def check_optimizer(self, optimizer: Optimizer, others: Iterable[Optimizer] = ()) -> None:
         """Check the parameters that an optimizer is about to step; raises ValueError.

@@ -50,7 +50,7 @@ class GradientRules:
 
     def add_local(self, variables: Iterable[Any]) -> None:
         """Exclude variables from the exchange: each rank keeps its own gradient."""
-        self._local |= {id(one): one for one in variables}
+        self._local |= {id(variable): variable for variable in variables}
 
     def exchange(
         self,
@@ -139,7 +139,7 @@ def new_rules(
     if isinstance(groups, int) and groups < 0:
         raise ValueError(f"{GROUPS_RULE}; this is {groups}")
     if isinstance(groups, list | tuple) and any(
-        not isinstance(one, list | tuple) for one in groups
+        not isinstance(group, list | tuple) for group in groups
     ):
         raise ValueError(f"{GROUPS_RULE}; an item of the list is not a list")
     return GradientRules(prefix, options, groups, scales_local)

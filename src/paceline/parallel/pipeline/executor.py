@@ -166,8 +166,8 @@ class Lane:
     def expect(self, buffers: Sequence[torch.Tensor]) -> None:
         """Begin to receive the tensors of the next message."""
         works = [
-            self._try(lambda b=one: dist.irecv(b, self.peer, self.group, self.tag))
-            for one in buffers
+            self._try(lambda b=buffer: dist.irecv(b, self.peer, self.group, self.tag))
+            for buffer in buffers
         ]
         self._expected.append((list(buffers), works))
 

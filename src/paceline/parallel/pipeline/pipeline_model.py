@@ -465,7 +465,9 @@ class PipelineModel(DistributedModel):
             default = MICRO_BATCHES_OF_STAGE * self._stages
             return Candidate(self.schedule, self.micro_batches or default)
         if self._choice is None:
-            has_norms = any(isinstance(one, _BatchNorm) for one in self.skeleton.model.modules())
+            has_norms = any(
+                isinstance(module, _BatchNorm) for module in self.skeleton.model.modules()
+            )
             found = candidates_for(
                 *(self._stages, self.micro_batches, samples),
                 can_split=self._can_split,

@@ -120,7 +120,7 @@ def _held(parts: Sequence[list[Unit]], skeleton: Skeleton) -> dict[str, frozense
 def _can_be_copied(model: nn.Module, skeleton: Skeleton) -> bool:
     """Return whether a copy of each atom computes with its own parameters."""
     atoms = [model.get_submodule(name) for name in skeleton.atoms.names]
-    return not any("forward" in vars(one) for atom in atoms for one in atom.modules())
+    return not any("forward" in vars(module) for atom in atoms for module in atom.modules())
 
 
 def _without_values(inputs: Any, device: torch.device) -> Any:
@@ -162,7 +162,7 @@ class _Copies:
 
     def every_tensor(self) -> list[torch.Tensor]:
         modules = self._modules.values()
-        of_modules = [t for one in modules for t in (*one.parameters(), *one.buffers())]
+        of_modules = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         return [*of_modules, *self._tensors.values()]
 
 

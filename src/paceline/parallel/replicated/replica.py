@@ -83,7 +83,7 @@ class FixedBuckets(DistributedDataParallel):
         address = bucket.untyped_storage().data_ptr()
         if address not in self._buckets:
             gradients = (p.grad for p in self.module.parameters() if p.grad is not None)
-            if all(one.untyped_storage().data_ptr() != address for one in gradients):
+            if all(gradient.untyped_storage().data_ptr() != address for gradient in gradients):
                 return
             self._buckets.add(address)
         self.is_armed = False

@@ -75,9 +75,9 @@ def _on_parts(register: Callable[..., Any], kind: type[PartOfTensor]) -> Callabl
     @functools.wraps(register)
     def on_parts(*given: Any) -> Any:
         leaves, structure = tree_flatten(given)
-        if not any(isinstance(one, kind) for one in leaves):
+        if not any(isinstance(leaf, kind) for leaf in leaves):
             return register(*given)
-        opened = [one.local if isinstance(one, kind) else one for one in leaves]
+        opened = [leaf.local if isinstance(leaf, kind) else leaf for leaf in leaves]
         found, structure = tree_flatten(register(*tree_unflatten(opened, structure)))
         closed = [_closed(*both, kind) for both in zip(leaves, found, strict=True)]
         return tree_unflatten(closed, structure)
@@ -255,7 +255,9 @@ class FullyShardedModel(DistributedModel):
         return self.shards
 
     def block_of(self, name: str) -> str:
-        return max((one for one in self.blocks if name.startswith(f"{one}.")), key=len, default="")
+        return max(
+            (block for block in self.blocks if name.startswith(f"{block}.")), key=len, default=""
+        )
 
     def explain(self, error: BaseException) -> str | None:
         return explain(error) or super().explain(error)

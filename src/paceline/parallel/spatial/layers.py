@@ -433,7 +433,7 @@ def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
         raise refused(f"{func.__name__} with weights over a tensor", "reduction='none', then weigh")
     tensors = [one for one in bound.values() if isinstance(one, torch.Tensor)]
     first = next(divided_tensors(tensors))
-    shape = torch.broadcast_shapes(*(one.shape for one in tensors))
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     parts = merged_parts(tensors, shape)
     given = {key: first.aligned(one, shape, parts) for key, one in bound.items()}
     each = func(**given, reduction="none")

@@ -134,7 +134,7 @@ def item(func: Any, values: SplitTensor, index: Any) -> Any:
 def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor:
     """Return a range of rows of a divided dim; rows stay where they are."""
     old = values.parts[dim]
-    bounds = tuple(min(max(one, start), stop) - start for one in old.bounds)
+    bounds = tuple(min(max(bound, start), stop) - start for bound in old.bounds)
     new = Partition(old.axis, bounds)
     wanted = rows_of([(a + start, b + start) for a, b in new.parts()])
     local = fetch(values.local, dim, old, wanted, values.groups.lines[old.axis])

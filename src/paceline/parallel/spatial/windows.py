@@ -181,7 +181,7 @@ class _Rim:
 
 def empty_result(inputs: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor:
     """Return the result of a rank without rows, on which gradients of all inputs depend."""
-    given = [one for one in inputs if one is not None]
+    given = [tensor for tensor in inputs if tensor is not None]
     total = torch.stack([one.sum().to(given[0].dtype) for one in given]).sum()
     return total * given[0].new_zeros(tuple(shape))
 

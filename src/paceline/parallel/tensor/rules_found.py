@@ -193,7 +193,7 @@ class _Search:
         if any(kinds.get(self.names.get(one, "")) not in (None,) for one in group):
             return
         before = dict(kinds)
-        done = all(self._take(one, _column(one, last)) for one in sources)
+        done = all(self._take(source, _column(source, last)) for source in sources)
         done = done and self._take(last, "row")
         if not (done and all(self._take(norm, "channels") for norm in norms)):
             self.found.kinds = before

@@ -74,7 +74,7 @@ class Comparison(Watch):
 
     def gathers(self, axis: TensorAxis, func: Any, tensors: list[SplitTensor]) -> None:
         own = f"{function_name(func)}{place()}"
-        count = sum(one.numel() * one.local.element_size() for one in tensors)
+        count = sum(tensor.numel() * tensor.local.element_size() for tensor in tensors)
         self.gathered[own] = self.gathered.get(own, 0) + count
 
 
@@ -152,7 +152,7 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         DividedModelError: The results differ, on any rank.
     """
     tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
-    is_large = sum(one.numel() for one in tensors) * 8 > MAX_FLOAT64_BYTES
+    is_large = sum(tensor.numel() for tensor in tensors) * 8 > MAX_FLOAT64_BYTES
     dtype = None if is_large else torch.float64
     samples = SAMPLES if func in _CUT_SAMPLES else None
     always = not torch.is_grad_enabled() and func is not F.batch_norm

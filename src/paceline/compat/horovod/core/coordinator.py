@@ -385,7 +385,7 @@ class Coordinator:
             drawn.slice(
                 *(request.name, kind, decided_ns, now),
                 dtype=", ".join(dict.fromkeys(request.dtypes)),
-                shape=str([list(one) for one in request.shapes]),
+                shape=str([list(shape) for shape in request.shapes]),
             )
 
     def _note(self, decision: Decision) -> None:

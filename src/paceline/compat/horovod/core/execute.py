@@ -279,7 +279,7 @@ class FusionBuffer:
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.flat = tensors[0].new_empty(sum(one.numel() for one in tensors))
+        self.flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
         self.parts: list[torch.Tensor] = list(_unflatten_dense_tensors(self.flat, tensors))
 
 

@@ -47,7 +47,7 @@ class DistributedMethods:
     def _clip_gradients(self, grads: Any) -> Any:
         state = _state(self)
         # Without variables whose gradient is None, which may be others on other ranks.
-        numbers = [self._get_variable_index(one) for one in state.variables]  # type: ignore[attr-defined]
+        numbers = [self._get_variable_index(variable) for variable in state.variables]  # type: ignore[attr-defined]
         exchanged = state.rules.exchange(list(grads), state.variables, exchange_gradients, numbers)
         if state.factor != 1:
             exchanged = [None if one is None else one * state.factor for one in exchanged]

@@ -41,7 +41,7 @@ class HorovodAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [one.contiguous() for one in gradients]
+        own = [gradient.contiguous() for gradient in gradients]
         reduced = run(lambda: grouped_allreduce_async(own, None, None, *ctx.arguments))
         return (None, None, None, None, *reduced)
 
@@ -58,7 +58,7 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [one.contiguous() for one in gradients]
+        own = [gradient.contiguous() for gradient in gradients]
         reduced = run(lambda: grouped_allreduce_async(own, op=Average, process_set=ctx.process_set))
         counts = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         starts = counts[: ctx.process_set.rank()].sum(0).tolist()
@@ -124,7 +124,7 @@ class HorovodReducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [(one * ctx.factor).contiguous() for one in gradients]
+        own = [(gradient * ctx.factor).contiguous() for gradient in gradients]
         gathered = run(lambda: grouped_allgather_async(own, process_set=ctx.process_set))
         return (None, None, None, None, *gathered)
 
@@ -139,7 +139,9 @@ def _run(
     function: Any, start: Start, arguments: tuple[Any, ...], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Run an operation; through autograd if a tensor needs a gradient."""
-    if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in tensors):
+    if torch.is_grad_enabled() and any(
+        getattr(tensor, "requires_grad", False) for tensor in tensors
+    ):
         return list(function.apply(start, *arguments, *tensors))
     return list(_results(lambda: start(*tensors)))
 
@@ -197,7 +199,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return tensors reduced over all ranks, which are exchanged together."""
-    pairs = [compression.compress(one) for one in tensors]
+    pairs = [compression.compress(tensor) for tensor in tensors]
     arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
 
     def start(*own: torch.Tensor) -> int:
@@ -291,7 +293,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's part of each tensor reduced over all ranks, exchanged together."""
-    pairs = [compression.compress(one) for one in tensors]
+    pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
 
     def start(*own: torch.Tensor) -> int:

@@ -228,11 +228,13 @@ class GradientExchange:
     def _make_groups(self) -> None:
         groups = self.options.groups
         if isinstance(groups, int):
-            trained = [one for one in parameters_of(self.optimizer) if one.requires_grad]
+            trained = [
+                parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad
+            ]
             if not groups or not trained:
                 return
             # The order of rank 0 holds for all ranks, so that groups are the same.
-            by_name = {self._names[one]: one for one in trained}
+            by_name = {self._names[parameter]: parameter for parameter in trained}
             process_set = self.options.process_set
             root = process_set.ranks[0] if process_set.ranks else 0
             order = broadcast_object(
@@ -245,10 +247,12 @@ class GradientExchange:
                     "HINT: freeze the same parameters on every rank"
                 )
             groups = split_evenly([by_name[name] for name in order], groups)
-        members = {id(one) for one in parameters_of(self.optimizer) if one.requires_grad}
+        members = {
+            id(parameter) for parameter in parameters_of(self.optimizer) if parameter.requires_grad
+        }
         for number, group in enumerate(groups):
             trained = [one for one in group if id(one) in members]
-            self._group_of |= {id(one): number for one in trained}
+            self._group_of |= {id(parameter): number for parameter in trained}
             self._group_sizes.append(len(trained))
 
     def _on_gradient(self, one: _Watched, parameter: torch.Tensor) -> None:

@@ -28,8 +28,8 @@ One = TypeVar("One", bound=Exchanged)
 def buckets(tensors: Iterable[One]) -> Iterator[list[One]]:
     """Yield tensors of one dtype and device, of at most BUCKET_BYTES if there are several."""
     kinds: dict[tuple[torch.dtype, torch.device], list[One]] = defaultdict(list)
-    for one in tensors:
-        kinds[one.dtype, one.device].append(one)
+    for tensor in tensors:
+        kinds[tensor.dtype, tensor.device].append(tensor)
     for of_kind in kinds.values():
         bucket: list[One] = []
         for one in of_kind:

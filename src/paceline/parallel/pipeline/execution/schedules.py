@@ -162,7 +162,7 @@ class ScheduleChoice:
         self._samples = samples
         self._order = [*candidates] * (SKIPPED_ROUNDS + MEASURED_ROUNDS)
         self._skipped = SKIPPED_ROUNDS * len(candidates)
-        self._times: dict[Candidate, list[int]] = {one: [] for one in candidates}
+        self._times: dict[Candidate, list[int]] = {candidate: [] for candidate in candidates}
         self._begun = 0  # steps
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
 

@@ -148,7 +148,9 @@ class ShardedParameters:
         trained = [one for one in self._by_name.values() if one.whole.requires_grad]
         if not trained:
             return
-        used = torch.tensor([one.whole.grad is not None for one in trained], dtype=torch.int32)
+        used = torch.tensor(
+            [parameter.whole.grad is not None for parameter in trained], dtype=torch.int32
+        )
         used = used.to(trained[0].device)
         dist.all_reduce(used, group=self._group)
         found = [one for one, count in zip(trained, used.tolist(), strict=True) if count]
