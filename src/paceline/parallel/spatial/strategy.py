@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ...comm.group_device import exchangeable, gather_equal
 from ...cost.layout import Layout
-from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import (
     Division,
@@ -155,6 +154,7 @@ class SpatialParallel(ParallelStrategy):
     """Parts of each sample on ranks; a replica of the model on each rank, or a shard of it."""
 
     axes = frozenset({"d", "h", "w", "dp"})
+    unpredicted = "activations are divided, parameters are not"
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)
@@ -196,15 +196,6 @@ class SpatialParallel(ParallelStrategy):
                 raise ValueError(f"world.distribute: the rule {pattern!r} matches no layer. {hint}")
         if self._sharding is not None:
             self._sharding.check(model, optimizer)
-
-    @classmethod
-    def predict_memory(
-        cls, step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
-    ) -> LayoutMemory:
-        raise ValueError(
-            f"the memory of layout={str(layout)!r} can't be predicted yet. HINT: activations are "
-            "divided, parameters are not"
-        )
 
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
         groups = spatial_groups(self.request.mesh)

@@ -13,13 +13,12 @@ from ..core.process_sets import ProcessSet, global_process_set
 from ..gradient_rules import GradientRules, new_rules
 from ..torch.basics import Adasum, Average, Sum
 from ..torch.compression import Compression
-from ..torch.gradient_exchange import BATCH_BYTES, ExchangeOptions
+from ..torch.gradient_exchange import BATCH_BYTES, STATE, ExchangeOptions
 from ..torch.gradient_list import GradientList
 from .collectives import allreduce
 from .host_calls import call_on_host, specs_of
 from .library import tf
 
-_STATE = "_horovod"  # attribute of a tape: how its gradients are exchanged
 Part = list[int]  # numbers of gradients that are submitted together
 
 
@@ -152,7 +151,7 @@ class DistributedMethods:
 
 
 def _rules(tape: Any) -> GradientRules:
-    rules: GradientRules = tape.__dict__[_STATE]
+    rules: GradientRules = tape.__dict__[STATE]
     return rules
 
 
@@ -201,7 +200,7 @@ def DistributedGradientTape(  # noqa: N802  Horovod's name
         own = type(own.__name__, (DistributedMethods, own), {"__module__": own.__module__})
     made: Any = object.__new__(own)
     made.__dict__.update(gradtape.__dict__)
-    made.__dict__[_STATE] = rules
+    made.__dict__[STATE] = rules
     return made
 
 

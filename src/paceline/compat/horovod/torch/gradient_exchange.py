@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -27,6 +27,25 @@ from .named_parameters import parameters_of, split_evenly
 from .submission import checked, coordinator_of, new_request, reduce_op
 
 BATCH_BYTES = 1 << 20  # of gradients that are submitted together
+STATE = "_horovod"  # attribute of optimizers and tapes: how their gradients are exchanged
+T = TypeVar("T")
+
+
+def state_of(optimizer: Any, kind: type[T]) -> T:
+    """Return what a distributed optimizer knows; raises RuntimeError for a copy of one."""
+    state = optimizer.__dict__.get(STATE)
+    if not isinstance(state, kind):
+        raise RuntimeError(
+            "this copy of a DistributedOptimizer does not exchange gradients. HINT: call "
+            "hvd.DistributedOptimizer for the copy"
+        )
+    return state
+
+
+def check_passes(passes: Any) -> None:
+    """Raise ValueError for a number of backward passes that is no positive integer."""
+    if not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r:.40}. HINT: 1")
 
 
 @dataclass(frozen=True)
