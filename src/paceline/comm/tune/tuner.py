@@ -392,13 +392,13 @@ class Tuner:
     # From here on all ranks do the same.
 
     def _begin(self) -> None:
-        choice, said = self._load_settings()
+        choice, reason = self._load_settings()
         if choice is not None:
             self._done, self._next_settings = True, choice
             _say(f"the exchange uses the settings of {self._wanted.file}: {choice}")
             return
-        if said:
-            _say(f"{said}; the exchange is tuned again")
+        if reason:
+            _say(f"{reason}; the exchange is tuned again")
         self._trials = TrialSteps(self._search_steps(), self._slowest)
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -446,7 +446,7 @@ class Tuner:
         self._buckets.set_order(at)
         gradients = [ReadyGradient(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
         measured = self._methods.measured(sum(one.nbytes for one in ready), self._device)
-        costs = {way: AllReduceCost(told) for way, told in measured.items()}
+        costs = {way: AllReduceCost(seconds_of_size) for way, seconds_of_size in measured.items()}
         likely = likely_settings(gradients, costs, self._default, self._wanted.bf16)
         found = broadcast_object(likely, list[ExchangeSettings], group)
         full = buckets(gradients, self._buckets.bucket_caps())

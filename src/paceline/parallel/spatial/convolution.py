@@ -231,24 +231,24 @@ def convolution(
         numbers = sizes(0 if padding == "valid" else padding, count)
         around = [(one, one) for one in numbers]
     parts = output_parts(values, shape)
-    asked = {}
+    ranges = {}
     for i, (before, after) in enumerate(around):
         how = (weight.size(i + 2), stride[i], before, dilation[i])
         if lead + i in parts:
-            asked[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
+            ranges[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
         elif before != after:  # "same" with an even kernel
-            asked[lead + i] = [(-before, values.size(lead + i) + after)]
+            ranges[lead + i] = [(-before, values.size(lead + i) + after)]
     wanted = local_shape(values, shape, parts)
-    asked = dict(sorted(asked.items(), key=lambda one: one[0] in parts))  # divided dims last
+    ranges = dict(sorted(ranges.items(), key=lambda one: one[0] in parts))  # divided dims last
     if 0 in wanted[lead:]:
-        read = Windowed(values, asked)
+        read = Windowed(values, ranges)
         return values.like(empty_result([read.rows, weight, bias], wanted), parts)
-    rest = tuple(0 if lead + i in asked else one for i, (one, _) in enumerate(around))
+    rest = tuple(0 if lead + i in ranges else one for i, (one, _) in enumerate(around))
     if values.is_complex():  # PyTorch has no backward of a complex convolution as one function
-        rows = Windowed(values, asked).pad()
+        rows = Windowed(values, ranges).pad()
         return values.like(func(rows, weight, bias, stride, rest, dilation, groups), parts)
-    last, coordinates = asked.popitem()
-    read, partition = Windowed(values, asked), values.parts[last]
+    last, coordinates = ranges.popitem()
+    read, partition = Windowed(values, ranges), values.parts[last]
     windows = tuple(window(first, end, partition.rows) for first, end in coordinates)
     line = values.groups.lines[partition.axis]
     plan = Fetch(last, partition, windows, line, tuple(read.borders))

@@ -57,9 +57,9 @@ def gather_rows(
     """
     partition = values.parts[dim]
     line = values.groups.lines[partition.axis]
-    asked = [window(first, end, partition.rows, mode) for first, end in coordinates]
-    rows = fetch(local, dim, partition, asked, line)
-    order = asked[line.place].order
+    windows = [window(first, end, partition.rows, mode) for first, end in coordinates]
+    rows = fetch(local, dim, partition, windows, line)
+    order = windows[line.place].order
     if order is not None:
         index = torch.tensor(order, dtype=torch.int64, device=rows.device)
         rows = rows.index_select(dim, index)
@@ -87,16 +87,16 @@ class Windowed:
         self._part = self.rows = values.local
         self.borders: list[tuple[int, int, int]] = []
         self._blocks: dict[int, tuple[int, int, int]] = {}  # start in the part, length, place
-        for dim, asked in coordinates.items():
+        for dim, ranges in coordinates.items():
             rows = values.size(dim)
             if dim not in values.parts:
-                before, after = -asked[0][0], asked[0][1] - rows
+                before, after = -ranges[0][0], ranges[0][1] - rows
             else:
                 own = values.groups.rows(values.parts[dim])
                 place = values.groups.lines[values.parts[dim].axis].place
-                inside = [(min(max(a, 0), rows), min(max(b, 0), rows)) for a, b in asked]
+                inside = [(min(max(a, 0), rows), min(max(b, 0), rows)) for a, b in ranges]
                 self.rows = gather_rows(values, self.rows, dim, inside)
-                border = window(*asked[place], rows)
+                border = window(*ranges[place], rows)
                 before, after = border.before, border.after
                 first, end = inside[place]
                 if (first, end) != own:
@@ -240,7 +240,7 @@ def max_pool(
     parts = output_parts(values, shape)
     is_float = values.is_floating_point()
     lowest = float("-inf") if is_float else torch.iinfo(values.dtype).min
-    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, dilation))
+    read = Windowed(values, _ranges_read(shape, parts, lead, kernel, stride, padding, dilation))
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
         return values.like(empty_result([read.rows], wanted), parts)
@@ -250,16 +250,16 @@ def max_pool(
     return values.like(result, parts)
 
 
-def _asked(
+def _ranges_read(
     shape: torch.Size, parts: Mapping[int, Partition], lead: int, *how: tuple[int, ...]
 ) -> dict[int, list[tuple[int, int]]]:
     """Return the padded coordinates that pooling reads along each dim, of each rank."""
-    asked = {}
+    ranges = {}
     for i, of_dim in enumerate(zip(*how, strict=True)):
         dim = lead + i
         rows = parts[dim].parts() if dim in parts else [(0, shape[dim])]
-        asked[dim] = [windows_of(part, *of_dim) for part in rows]
-    return asked
+        ranges[dim] = [windows_of(part, *of_dim) for part in rows]
+    return ranges
 
 
 _AVERAGE_POOLS = {
@@ -288,7 +288,7 @@ def average_pool(
     shape = whole_shape(func, values, *given)
     kernel, stride, padding = (sizes(one, count) for one in (kernel_size, stride, padding))
     parts = output_parts(values, shape)
-    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, (1,) * count))
+    read = Windowed(values, _ranges_read(shape, parts, lead, kernel, stride, padding, (1,) * count))
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
         return values.like(empty_result([read.rows], wanted), parts)
@@ -328,21 +328,21 @@ def pad(
 ) -> Any:
     """Pad at the borders of the whole sample."""
     shape = whole_shape(func, values, pad, mode, value)
-    local, parts, rest, asked = values.local, dict(values.parts), list(pad), {}
+    local, parts, rest, ranges = values.local, dict(values.parts), list(pad), {}
     for i in range(len(pad) // 2):
         dim = values.dim() - 1 - i
         before, after = pad[2 * i], pad[2 * i + 1]
-        asked[dim] = [(-before, values.size(dim) + after)]
+        ranges[dim] = [(-before, values.size(dim) + after)]
         if dim in parts:
             rest[2 * i] = rest[2 * i + 1] = 0
             parts[dim] = parts[dim].padded(before, after)
-            asked[dim] = [(first - before, end - before) for first, end in parts[dim].parts()]
+            ranges[dim] = [(first - before, end - before) for first, end in parts[dim].parts()]
     assert all(shape[dim] == part.rows for dim, part in parts.items())
     if mode == "constant":
-        local = Windowed(values, asked).pad(value or 0.0)
+        local = Windowed(values, ranges).pad(value or 0.0)
     else:
-        for dim in [dim for dim in asked if dim in parts]:
-            local = gather_rows(values, local, dim, asked[dim], mode)
+        for dim in [dim for dim in ranges if dim in parts]:
+            local = gather_rows(values, local, dim, ranges[dim], mode)
         if any(rest):  # other modes refuse a rank without rows
             local = func(local, rest, mode) if local.numel() else F.pad(local, rest)
     if local.untyped_storage().data_ptr() == values.local.untyped_storage().data_ptr():
@@ -420,18 +420,18 @@ def _resampled(
     """Resample along one divided dim: a weighted sum of one, two or four rows."""
     rows, place = values.size(dim), values.groups.lines[new.axis].place
     taps = [_taps(part, rows, new.rows, mode, align_corners, factor, local) for part in new.parts()]
-    asked = [
+    ranges = [
         (min(int(t[0].min()) for t in one), max(int(t[0].max()) for t in one) + 1)
         if one and one[0][0].numel()
         else (0, 0)
         for one in taps
     ]
-    fetched = gather_rows(values, local, dim, asked)
+    fetched = gather_rows(values, local, dim, ranges)
     if not taps[place][0][0].numel():
         return fetched
     total: torch.Tensor | None = None
     for index, weight in taps[place]:
-        picked = fetched.index_select(dim, (index - asked[place][0]).to(local.device))
+        picked = fetched.index_select(dim, (index - ranges[place][0]).to(local.device))
         if weight is not None:
             around = [1] * (local.dim() - 1 - dim)
             picked = picked * weight.to(local.device, local.dtype).view(-1, *around)
