@@ -47,9 +47,9 @@ def socket_of(
 ) -> int:
     """Return the number of the socket that all of these hardware threads are on.
 
-    UNKNOWN_SOCKET if they are on several sockets, or if the socket is unknown. PACELINE_SOCKETS lists the
-    hardware threads of each socket (or of each part of a socket, such as a NUMA node). Without it,
-    the sockets are read from sysfs.
+    UNKNOWN_SOCKET if they are on several sockets, or if the socket is unknown. PACELINE_SOCKETS
+    lists the hardware threads of each socket (or of each part of a socket, such as a NUMA node).
+    Without it, the sockets are read from sysfs.
 
     Raises:
         ValueError: PACELINE_SOCKETS is not a list of hardware threads.

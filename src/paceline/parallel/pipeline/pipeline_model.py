@@ -1,6 +1,5 @@
 """A model in a pipeline: what the training loop may ask of it, and what the script calls."""
 
-import copy
 import functools
 import hashlib
 import inspect
@@ -19,6 +18,7 @@ from ...cost.pipeline import chunks_of
 from ..divided.divided_tensor import whole_outputs
 from ..mesh import DATA, STAGE, TENSOR
 from ..placement import empty_as
+from ..replicated.replica import LikePlainModule
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest
@@ -47,7 +47,7 @@ from .trace import Skeleton
 MAX_PLANS = 256  # of different shapes and modes; then all are planned again
 
 
-class PipelinedModule(nn.Module):
+class PipelinedModule(LikePlainModule):
     """What the script calls: outputs on all ranks in evaluation, an error in training.
 
     Keys of ``state_dict`` and attributes are those of the plain model, of which each rank has a
@@ -73,33 +73,6 @@ class PipelinedModule(nn.Module):
                 "HINT: model(**inputs)"
             )
         return self._evaluate(options or args)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
-                raise
-            return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        is_own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
-        if module is not None and not is_own and hasattr(module, name):
-            setattr(module, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        plain: nn.Module = copy.deepcopy(self.module, memo)
-        return plain
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.state_dict(*args, **options)
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(*args, **options)
 
 
 def _loss_key(loss: Loss) -> Any:
