@@ -29,9 +29,9 @@ def look() -> None:
     if not _looking:
         _looking = True
         # the last call before torch's own collectives
-        Tap(
-            "torch.nn.parallel.distributed", "DistributedDataParallel._build_params_for_reducer"
-        ).after(lambda _, replica: compare(replica.module, replica.process_group))
+        Tap(_REPLICAS, "DistributedDataParallel._build_params_for_reducer").after(
+            lambda _, replica: compare(replica.module, replica.process_group)
+        )
 
 
 def compare(model: torch.nn.Module, group: Any) -> None:
