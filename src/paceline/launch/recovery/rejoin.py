@@ -194,7 +194,7 @@ class LostHostWatcher:
         return ready_hosts
 
     def disconnect(self) -> None:
-        """Close the connections; call this after the agents were requested_interface to end."""
+        """Close the connections; call this after the agents were asked to end."""
         for connection in self._connections:
             connection.close()
 
