@@ -147,22 +147,20 @@ class Fetch:
 
     def _given(self) -> dict[int, list[Rows]]:
         """Return which of this rank's rows each other rank reads."""
-        found = {
-            peer: _overlaps(window.needed, self.own)
+        return {
+            peer: rows
             for peer, window in enumerate(self.windows)
-            if peer != self.line.place
+            if peer != self.line.place and (rows := _overlaps(window.needed, self.own))
         }
-        return {peer: rows for peer, rows in found.items() if rows}
 
     def _taken(self) -> dict[int, list[Rows]]:
         """Return which rows this rank reads of each other one."""
         needed = self.windows[self.line.place].needed
-        found = {
-            peer: _overlaps(needed, self.have.part(peer))
-            for peer in range(self.have.ranks)
-            if peer != self.line.place
+        return {
+            peer: rows
+            for peer, part in enumerate(self.have.parts())
+            if peer != self.line.place and (rows := _overlaps(needed, part))
         }
-        return {peer: rows for peer, rows in found.items() if rows}
 
     def start(self, local: torch.Tensor) -> "Transfer":
         """Send this rank's rows to the ranks that read them, and begin to receive."""

@@ -4,7 +4,7 @@ A function of torch without a rule is refused, but for tensors that an operation
 differently from its input (``SplitTensor.is_free``): these are gathered.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,14 @@ class SpatialGroups:
     def rows(self, partition: Partition) -> Rows:
         """Return the rows of this rank: the first one, and the one after the last."""
         return partition.part(self.lines[partition.axis].place)
+
+    def local_shape(self, shape: Sequence[int], parts: Mapping[int, Partition]) -> list[int]:
+        """Return the shape of this rank's part of a tensor."""
+        local = list(shape)
+        for dim, partition in parts.items():
+            first, end = self.rows(partition)
+            local[dim] = end - first
+        return local
 
     def over(self, parts: Mapping[int, Partition], dims: Iterable[int]) -> Any:
         """Return the group over which the divided ones of some dims lie; None without one."""
@@ -247,11 +255,8 @@ class SplitTensor(DividedTensor):
             assert isinstance(rest, SplitTensor)
             rest.is_free = True
             return rest.reshape(shape)
-        wanted = list(shape)
-        for dim, partition in parts.items():
-            first, end = self.groups.rows(partition)
-            wanted[dim] = end - first
-        return SplitTensor(self.local.reshape(wanted), parts, self.groups, is_free)
+        local = self.local.reshape(self.groups.local_shape(shape, parts))
+        return SplitTensor(local, parts, self.groups, is_free)
 
     def division_of(self, operands: list[torch.Tensor], shape: torch.Size) -> dict[int, Partition]:
         return merged_parts(operands, shape)

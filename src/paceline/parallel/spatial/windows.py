@@ -1,7 +1,7 @@
 """Pooling, padding and interpolation: each rank fetches the rows that its outputs read."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -191,17 +191,6 @@ def output_parts(values: SplitTensor, shape: Sequence[int]) -> dict[int, Partiti
     return {dim: one.scaled(shape[dim]) for dim, one in values.parts.items()}
 
 
-def local_shape(
-    values: SplitTensor, shape: Sequence[int], parts: Mapping[int, Partition]
-) -> list[int]:
-    """Return the shape of this rank's part of a result."""
-    found = list(shape)
-    for dim, one in parts.items():
-        first, end = values.groups.rows(one)
-        found[dim] = end - first
-    return found
-
-
 def check_positions(
     values: SplitTensor, first: int = 2, what: str = "a layer over positions"
 ) -> None:
@@ -232,34 +221,43 @@ def max_pool(
         raise refused("the indices of max pooling in a tensor", "return_indices=False")
     lead = values.dim() - count
     check_positions(values, lead)
-    stride = kernel_size if stride is None or stride == () or stride == [] else stride
+    stride = kernel_size if stride in (None, (), []) else stride
     shape = whole_shape(func, values, kernel_size, stride, padding, dilation, ceil_mode)
-    kernel, stride, padding, dilation = (
-        sizes(one, count) for one in (kernel_size, stride, padding, dilation)
-    )
-    parts = output_parts(values, shape)
+    how = [sizes(given, count) for given in (kernel_size, stride, padding, dilation)]
     is_float = values.is_floating_point()
     lowest = float("-inf") if is_float else torch.iinfo(values.dtype).min
-    read = Windowed(values, _ranges_read(shape, parts, lead, kernel, stride, padding, dilation))
-    wanted = local_shape(values, shape, parts)
-    if 0 in wanted[lead:]:
-        return values.like(empty_result([read.rows], wanted), parts)
-    rows = read.pad(lowest)
-    with read.compact():
-        result = func(rows, kernel, stride, 0, dilation)
+    kernel, stride, _, dilation = how
+    result, parts = _pooled(
+        values, shape, how, lowest, lambda rows: func(rows, kernel, stride, 0, dilation)
+    )
     return values.like(result, parts)
 
 
-def _ranges_read(
-    shape: torch.Size, parts: Mapping[int, Partition], lead: int, *how: tuple[int, ...]
-) -> dict[int, list[tuple[int, int]]]:
-    """Return the padded coordinates that pooling reads along each dim, of each rank."""
-    ranges = {}
-    for i, of_dim in enumerate(zip(*how, strict=True)):
-        dim = lead + i
+def _pooled(
+    values: SplitTensor,
+    shape: torch.Size,
+    how: Sequence[tuple[int, ...]],
+    fill: float,
+    compute: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, dict[int, Partition]]:
+    """Return what a function of the padded rows computes, and the partitions of the result.
+
+    Args:
+        shape: Of the whole result.
+        how: Kernel, stride, padding and dilation of each dim.
+        fill: Value of the padding.
+    """
+    lead, parts, ranges = values.dim() - len(how[0]), output_parts(values, shape), {}
+    for dim, of_dim in enumerate(zip(*how, strict=True), lead):
         rows = parts[dim].parts() if dim in parts else [(0, shape[dim])]
         ranges[dim] = [windows_of(part, *of_dim) for part in rows]
-    return ranges
+    read = Windowed(values, ranges)
+    wanted = values.groups.local_shape(shape, parts)
+    if 0 in wanted[lead:]:
+        return empty_result([read.rows], wanted), parts
+    padded = read.pad(fill)
+    with read.compact():
+        return compute(padded), parts
 
 
 _AVERAGE_POOLS = {
@@ -282,23 +280,21 @@ def average_pool(
     count = _AVERAGE_POOLS[func]
     lead = values.dim() - count
     check_positions(values, lead)
-    stride = kernel_size if stride is None or stride == () or stride == [] else stride
+    stride = kernel_size if stride in (None, (), []) else stride
     last = () if count == 1 else (divisor_override,)
     given = (kernel_size, stride, padding, ceil_mode, count_include_pad, *last)
     shape = whole_shape(func, values, *given)
     kernel, stride, padding = (sizes(one, count) for one in (kernel_size, stride, padding))
-    parts = output_parts(values, shape)
-    read = Windowed(values, _ranges_read(shape, parts, lead, kernel, stride, padding, (1,) * count))
-    wanted = local_shape(values, shape, parts)
-    if 0 in wanted[lead:]:
-        return values.like(empty_result([read.rows], wanted), parts)
-    rows = read.pad()
-    with read.compact():
-        if count == 1:  # it has no divisor_override
-            flat = rows.unsqueeze(-1)
-            sums = F.avg_pool2d(flat, (*kernel, 1), (*stride, 1), divisor_override=1).squeeze(-1)
-        else:
-            sums = func(rows, kernel, stride, 0, False, True, 1)
+
+    def sum_windows(rows: torch.Tensor) -> torch.Tensor:
+        if count > 1:
+            sums: torch.Tensor = func(rows, kernel, stride, 0, False, True, 1)
+            return sums
+        flat = rows.unsqueeze(-1)  # in one dim it has no divisor_override
+        return F.avg_pool2d(flat, (*kernel, 1), (*stride, 1), divisor_override=1).squeeze(-1)
+
+    how = (kernel, stride, padding, (1,) * count)
+    sums, parts = _pooled(values, shape, how, 0.0, sum_windows)
     if divisor_override:
         return values.like(sums / divisor_override, parts)
     for i in range(count):
@@ -381,7 +377,7 @@ def interpolate(
         local = _resampled(values, local, dim, new, mode, bool(align_corners), factor)
         parts[dim] = new
     others = [dim for dim in range(2, values.dim()) if dim not in values.parts]
-    wanted = local_shape(values, shape, parts)
+    wanted = values.groups.local_shape(shape, parts)
     if 0 in wanted:
         return values.like(empty_result([local], wanted), parts)
     if any(shape[dim] != values.size(dim) for dim in others):
