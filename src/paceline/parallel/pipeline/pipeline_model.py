@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ...comm.group_device import gather_equal
 from ...cost.pipeline import chunks_of
 from ..divided.divided_tensor import whole_outputs
 from ..mesh import DATA, STAGE, TENSOR
@@ -323,15 +324,12 @@ class PipelineModel(DistributedModel):
         wires = [(n, plan.wires) for n, plan in plans.items()]
         content = repr((wires, sizes)).encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
-        device = self.skeleton.device
         executor = self._executor
         own = [
             *(int.from_bytes(digest, signed=True), executor.busy_ns, executor.train_ns),
             *(int(is_weighted), self._changed_grads()),
         ]
-        sent = torch.tensor(own, device=device)
-        every = [torch.empty_like(sent) for _ in range(self._stages)]
-        dist.all_gather(every, sent, group=executor.group)
+        every = gather_equal(torch.tensor(own, device=self.skeleton.device), executor.group)
         digests, busy, whole, weighted, changed = torch.stack(every).T.tolist()
         self._check_grads(changed)
         differing = [

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...comm.group_device import exchangeable
 from ...data.sampling.sample_order import preserve_random_states
-from .partition import Partition, Unit
+from .partition import Partition, Unit, held_by_stages
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, run_backward, run_forward
 from .trace import Skeleton, Trace
@@ -57,7 +57,7 @@ def measure_units(
     found: list[UnitCost] = []
     if _can_be_copied(model, skeleton):
         try:
-            held = _held(parts, skeleton)
+            held = held_by_stages(parts, skeleton.by_name)
             plan = plan_forward(trace, held, len(parts), has_example=True)
             with _unchanged_generators(skeleton.device), torch.enable_grad():
                 found = _measure(model, skeleton, plan, _without_values(inputs, skeleton.device))
@@ -105,16 +105,6 @@ def _parts(units: Sequence[Unit]) -> list[list[Unit]]:
             parts.append([])
         parts[-1].append(unit)
     return parts
-
-
-def _held(parts: Sequence[list[Unit]], skeleton: Skeleton) -> dict[str, frozenset[int]]:
-    held: dict[str, set[int]] = {}
-    for number, part in enumerate(parts):
-        for unit in part:
-            for name in unit.tensors:
-                held.setdefault(name, set()).add(number)
-    every = frozenset(range(len(parts)))
-    return {n: frozenset(held[n]) if n in held else every for n in skeleton.by_name}
 
 
 def _can_be_copied(model: nn.Module, skeleton: Skeleton) -> bool:
