@@ -39,6 +39,7 @@ INTERFACES = {
     f"{C10D}._get_default_store": "the store of the job",
     f"{C10D}._coalescing_manager": "several collectives as one",
     f"{C10D}._abort_process_group": "leaves a group of NCCL after a failure, without waiting",
+    "group._allgather_base": "the check of ranks that disagree about a collective",
     "group._get_backend": "the backend of a device",
     "group._device_types": "devices that a group has backends for",
     "group._set_default_backend": "a wrapped group has the backends of the group inside",

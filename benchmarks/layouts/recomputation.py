@@ -22,8 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from paceline.parallel.memory.measure import measure_growth
-from paceline.parallel.recompute.plan import GIB
-from paceline.parallel.recompute.recomputation import recompute_blocks
+from paceline.parallel.recompute.recomputation import GIB, recompute_blocks
 
 LIMIT = 1.20
 FRONT_LIMIT = 1.03

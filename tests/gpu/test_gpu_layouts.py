@@ -16,7 +16,7 @@ from paceline.parallel.materialization import Materialization
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.offload import offload_states
 from paceline.parallel.replicated.data_parallel import data_parallel
-from paceline.parallel.sharded import meshes
+from paceline.parallel.sharded import fully_sharded
 from paceline.parallel.sharded.deferred_shards import plan_shards
 from paceline.parallel.sharded.fully_sharded import shard_model
 from paceline.parallel.sharded.layouts import parse_request
@@ -38,7 +38,7 @@ def recorder():
         torch.cuda.set_device(0)
     dist.init_process_group(backend.NAME, store=dist.HashStore(), rank=0, world_size=1)
     yield made
-    meshes._meshes.clear()
+    fully_sharded._meshes.clear()
     dist.destroy_process_group()
     backend.record(None)
 

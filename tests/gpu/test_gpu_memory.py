@@ -114,7 +114,9 @@ def test_copies_to_the_host_are_measured(device):
 def test_automatic_recomputation_chooses_the_host(pair, monkeypatch):
     _, model, x = pair
     said = []
-    monkeypatch.setattr("paceline.parallel.recompute.plan.seconds_per_byte", lambda device: 1e-15)
+    monkeypatch.setattr(
+        "paceline.parallel.recompute.recomputation.seconds_per_byte", lambda device: 1e-15
+    )
     recompute_blocks(model, "auto", BUDGET, None, said.append)
     step_of(model, x)
     assert "moved to the host's memory" in said[0]

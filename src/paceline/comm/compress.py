@@ -96,7 +96,7 @@ def topk_hook(state: TopK, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     """
     flat, size = bucket.buffer(), state.group.size()
     parameters = bucket.parameters()
-    each_numel = [one.numel() for one in parameters]
+    each_numel = [parameter.numel() for parameter in parameters]
     for one, gradient in zip(parameters, flat.split(each_numel), strict=True):
         if one in state.left:
             gradient.add_(state.left[one])

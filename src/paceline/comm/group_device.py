@@ -5,6 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# collectives of all ranks' tensors in one: names of PyTorch 2.13 and of earlier ones
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
 
 def exchangeable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Return the tensor itself, or a copy on a device for which the group has a backend.
@@ -20,3 +26,11 @@ def exchangeable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     if not types or tensor.device.type in types:
         return tensor
     return tensor.to(types[0])  # the current GPU
+
+
+def gather_equal(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, which have the same shape. Collective."""
+    sent = exchangeable(tensor.contiguous(), group)
+    found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, sent, group=group)
+    return [one.to(tensor.device) for one in found]

@@ -112,7 +112,7 @@ def variables(interface: str) -> dict[str, str]:
     }
 
 
-def asked() -> str | None:
+def requested_interface() -> str | None:
     """Return the user's value of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
 
@@ -212,7 +212,7 @@ def _unreachable(
 ) -> str:
     lines = [f"{names[host]} can't be reached by the other hosts. Tried:"]
     for interface, address, _, _ in offer["links"]:
-        failed = {who: said[address] for who, said in seen.items() if said.get(address, "")}
+        failed = {who: answer[address] for who, answer in seen.items() if answer.get(address, "")}
         for who, why in list(failed.items())[:3]:
             lines.append(f"    from {names[who]}: {interface} {address}: {why}")
     if not offer["links"]:
@@ -229,10 +229,10 @@ def _unreachable(
 def _verdict(attempt: socket.socket, token: str) -> str:
     """Return an empty string if the right token was received, else the reason."""
     try:
-        said = attempt.recv(TOKEN_BYTES)
+        answer = attempt.recv(TOKEN_BYTES)
     except OSError as error:
         return error.strerror or str(error)
-    return "" if said.hex() == token else "another host has this address as well"
+    return "" if answer.hex() == token else "another host has this address as well"
 
 
 def _named(interface: str, only: str) -> bool:

@@ -35,7 +35,15 @@ from ..security.handshake import (
     run_handshake,
 )
 from ..security.schema import parse_json
-from .reachable_address import Listener, asked, choose, listen_on, others_of, try_all, variables
+from .reachable_address import (
+    Listener,
+    choose,
+    listen_on,
+    others_of,
+    requested_interface,
+    try_all,
+    variables,
+)
 
 # Choice of the network interface of gloo and NCCL, by connections that are tried beforehand.
 #
@@ -63,7 +71,7 @@ def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
     me = -1
     if store.add(f"at/{host}", 1) == 1:  # this is the first rank of its host
         me = store.add("hosts", 1) - 1
-        listener = Listener(asked())
+        listener = Listener(requested_interface())
         store.set(f"offer/{me}", json.dumps({"host": host, **listener.offer()}))
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
     store.set(f"here/{rank}", "")
@@ -72,7 +80,7 @@ def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
     try:
         _wait(store, "all", size, timeout, say=rank == 0)
         if me >= 0 and listener is not None:
-            _try(store, me, listener, timeout)
+            _try(store, me, timeout)
         verdict = json.loads(_get(store, "verdict", timeout))
     finally:
         if listener is not None:
@@ -87,7 +95,7 @@ def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
     return f"{interface} {address}"
 
 
-def _try(store: Any, me: int, listener: Listener, timeout: float) -> None:
+def _try(store: Any, me: int, timeout: float) -> None:
     """Try to reach other hosts from this one; on the first host, also publish the result."""
     hosts = store.add("hosts", 0)
     if hosts == 1:
@@ -329,7 +337,7 @@ class _Rank0Server:
         waiting: Connections by rank that wait for the store's address. Ranks of this host connect
             before it is known at which address the other hosts reach this one.
         where: The store's address and port, once known.
-        made: The store, once created.
+        tcp_store: The store, once created.
     """
 
     def __init__(self, when: RendezvousSpec, timeout: float) -> None:
@@ -339,12 +347,12 @@ class _Rank0Server:
         self.missing = set(range(1, when.size))
         self.waiting: dict[int, list[socket.socket]] = {}
         self.where: tuple[str, int] | None = None
-        self.made: Any = None
+        self.tcp_store: Any = None
 
     def store(self) -> Any:
         acceptor = Acceptor(self._doors(), lambda _: self.handshake())
-        begun = said = time.monotonic()
-        asked = False
+        begun = last_notice = time.monotonic()
+        has_checked = False
         try:
             while self.missing:
                 for visitor, rank in acceptor.wait(1.0):
@@ -357,17 +365,17 @@ class _Rank0Server:
                         "all ranks run and that no firewall blocks them, or set MASTER_ADDR=HOST "
                         "and MASTER_PORT=PORT"
                     )
-                if now - begun > UNREACHABLE_TIMEOUT_S and self.where is None and not asked:
-                    asked = True
-                    self._are_they_there()
-                if now - said > NOTICE_INTERVAL_S:
-                    said = now
+                if now - begun > UNREACHABLE_TIMEOUT_S and self.where is None and not has_checked:
+                    has_checked = True
+                    self._check_reachability()
+                if now - last_notice > NOTICE_INTERVAL_S:
+                    last_notice = now
                     sys.stderr.write(f"paceline: waiting for {named_ranks(self.missing)} ...\n")
         finally:
             acceptor.close()
             for visitor in self._waiting():
                 visitor.close()
-        return self.made
+        return self.tcp_store
 
     def _doors(self) -> list[socket.socket]:
         addresses = ["127.0.0.1"]
@@ -411,17 +419,17 @@ class _Rank0Server:
         if self.where is None and (outside or self.when.one_host or not self.missing):
             self._settle(own)
         if self.where is not None:
-            self._tell()
+            self._send_address()
 
     def _settle(self, address: str) -> None:
         """Create the store, on the address at which the other ranks have connected."""
         listening = listen_on(address)
         port = listening.getsockname()[1]
         fd = listening.detach()
-        self.made = _store(address, port, self.when.size, self.timeout, fd)
+        self.tcp_store = _store(address, port, self.when.size, self.timeout, fd)
         self.where = (address, port)
 
-    def _tell(self) -> None:
+    def _send_address(self) -> None:
         answer = json.dumps({"store": self.where}).encode() + b"\n"
         for visitor in self._waiting():
             try:
@@ -434,7 +442,7 @@ class _Rank0Server:
     def _waiting(self) -> list[socket.socket]:
         return [visitor for same in self.waiting.values() for visitor in same]
 
-    def _are_they_there(self) -> None:
+    def _check_reachability(self) -> None:
         """Check whether this host reaches another one; called if no other host has connected.
 
         If this host reaches none either, the ranks there cannot connect.
@@ -536,13 +544,13 @@ def request_handshake(when: RendezvousSpec) -> Handshake[None]:
         RefusedError: The other side is not rank 0 of the same job.
     """
     knock = json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n"
-    said = yield HandshakeStep(send=knock, read=MAX_LINE_BYTES, line=True)
-    if said.strip() != when.tag.encode():
+    answer = yield HandshakeStep(send=knock, read=MAX_LINE_BYTES, line=True)
+    if answer.strip() != when.tag.encode():
         raise HandshakeError(NOT_RANK_0)
 
 
 def store_handshake() -> Handshake[tuple[str, int]]:
     """Read the store's address, which rank 0 sends once it knows where it can be reached."""
-    said = yield HandshakeStep(read=MAX_LINE_BYTES, line=True)
-    address, port = parse_json(said, _Answer, "rank 0's answer").store
+    answer = yield HandshakeStep(read=MAX_LINE_BYTES, line=True)
+    address, port = parse_json(answer, _Answer, "rank 0's answer").store
     return str(ipaddress.ip_address(address)), port

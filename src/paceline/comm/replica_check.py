@@ -29,9 +29,9 @@ def look() -> None:
     if not _looking:
         _looking = True
         # the last call before torch's own collectives
-        Tap(
-            "torch.nn.parallel.distributed", "DistributedDataParallel._build_params_for_reducer"
-        ).after(lambda _, replica: compare(replica.module, replica.process_group))
+        Tap(_REPLICAS, "DistributedDataParallel._build_params_for_reducer").after(
+            lambda _, replica: compare(replica.module, replica.process_group)
+        )
 
 
 def compare(model: torch.nn.Module, group: Any) -> None:
@@ -80,7 +80,7 @@ def _at(rows: Rows, i: int) -> tuple[str, str]:
 
 
 def _elsewhere(model: torch.nn.Module) -> bool:
-    return any(one.device.type != "cpu" for one in model.parameters())
+    return any(parameter.device.type != "cpu" for parameter in model.parameters())
 
 
 def _rows(model: torch.nn.Module) -> Rows:

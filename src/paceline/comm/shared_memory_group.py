@@ -36,6 +36,7 @@ REDUCTION_INDEX = {
     )
 }
 MEAN = REDUCTIONS.index("mean")
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # an output, and its input
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -99,8 +100,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.inner.allreduce_coalesced(tensors, *given, **options)
 
         def run() -> None:
-            for one in tensors:
-                self._reduce(one, how)
+            for tensor in tensors:
+                self._reduce(tensor, how)
 
         return self._start(run, tensors, given)
 
@@ -117,26 +118,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
         alike = len(outputs) == len(inputs) == 1 and _is_supported([*inputs, *outputs[0]])
-        if not alike or not all(_have_same_size(one, inputs[0]) for one in outputs[0]):
+        if not alike or not all(_have_same_size(output, inputs[0]) for output in outputs[0]):
             return self.inner.allgather(outputs, inputs, *given, **options)
         return self._start(lambda: self._gather(inputs[0], outputs[0]), outputs[0], given)
-
-    def _allgather_base(self, output: Any, source: Any, *given: Any, **options: Any) -> dist.Work:
-        return self._gathers([output], [source], "_allgather_base", given, options)
-
-    def all_gather_single(self, output: Any, source: Any, *given: Any, **options: Any) -> dist.Work:
-        return self._gathers([output], [source], "all_gather_single", given, options)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Any, inputs: Any, *given: Any, **options: Any
-    ) -> dist.Work:
-        name = "allgather_into_tensor_coalesced"
-        return self._gathers(outputs, inputs, name, given, options)
-
-    def all_gather_single_coalesced(
-        self, outputs: Any, inputs: Any, *given: Any, **options: Any
-    ) -> dist.Work:
-        return self._gathers(outputs, inputs, "all_gather_single_coalesced", given, options)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **options: Any) -> dist.Work:
         how = _reduction_index(given)
@@ -144,37 +128,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if how is None or not alike or not _is_supported([*outputs, *inputs[0]], how):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
         (to,), (tensors,) = outputs, inputs
-        if not all(_have_same_size(one, to) for one in tensors):
+        if not all(_have_same_size(tensor, to) for tensor in tensors):
             return self.inner.reduce_scatter(outputs, inputs, *given, **options)
 
         def run() -> None:
-            flat = [one.contiguous() for one in tensors]
+            flat = [tensor.contiguous() for tensor in tensors]
             with _in_place(to) as into:
                 self._scatter([one.data_ptr() for one in flat], into, how)
 
         return self._start(run, outputs, given)
-
-    def _reduce_scatter_base(
-        self, output: Any, source: Any, *given: Any, **options: Any
-    ) -> dist.Work:
-        return self._scatters([output], [source], "_reduce_scatter_base", given, options)
-
-    def reduce_scatter_single(
-        self, output: Any, source: Any, *given: Any, **options: Any
-    ) -> dist.Work:
-        return self._scatters([output], [source], "reduce_scatter_single", given, options)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, *given: Any, **options: Any
-    ) -> dist.Work:
-        name = "reduce_scatter_tensor_coalesced"
-        return self._scatters(outputs, inputs, name, given, options)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Any, inputs: Any, *given: Any, **options: Any
-    ) -> dist.Work:
-        name = "reduce_scatter_single_coalesced"
-        return self._scatters(outputs, inputs, name, given, options)
 
     def barrier(self, *given: Any, **options: Any) -> dist.Work:
         device = getattr(given[0], "device", None) if given else None
@@ -264,23 +226,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
             kind = DTYPE_INDEX[flat.dtype]
             self.kernel.all_reduce(flat.data_ptr(), flat.nbytes, kind, how, self.timeout)
 
-    def _gathers(
-        self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
-    ) -> dist.Work:
-        """Gather each input from all ranks into the output at the same position, in rank order."""
-        pairs = list(zip(outputs, inputs, strict=True))
-        alike = all(_have_same_size(a, b, self.size()) for a, b in pairs)
-        if not alike or not _is_supported([*outputs, *inputs]):
-            single = name in ("_allgather_base", "all_gather_single")
-            call: Callable[..., dist.Work] = getattr(self.inner, name)
-            return call(*(pairs[0] if single else (outputs, inputs)), *given, **options)
+    def _gathers(self, pairs: Pairs, given: tuple[Any, ...]) -> dist.Work | None:
+        """Gather each input from all ranks into its output, in rank order; None: not supported."""
+        alike = all(_have_same_size(output, one, self.size()) for output, one in pairs)
+        if not alike or not _is_supported([tensor for pair in pairs for tensor in pair]):
+            return None
 
         def run() -> None:
             for output, one in pairs:
                 with _in_place(output) as into:
                     self._gather(one, into.view(-1).chunk(self.size()) if into.numel() else [])
 
-        return self._start(run, list(outputs), given)
+        return self._start(run, [output for output, _ in pairs], given)
 
     def _gather(self, tensor: torch.Tensor, to: Sequence[torch.Tensor]) -> None:
         with contextlib.ExitStack() as places:
@@ -289,16 +246,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
             empty = [0] * self.size()
             self.kernel.all_gather(flat.data_ptr(), each or empty, flat.nbytes, self.timeout)
 
-    def _scatters(
-        self, outputs: Any, inputs: Any, name: str, given: tuple[Any, ...], options: Any
-    ) -> dist.Work:
-        """Reduce the part of each input that belongs to this rank over all ranks."""
-        how, pairs = _reduction_index(given), list(zip(outputs, inputs, strict=True))
-        alike = all(_have_same_size(b, a, self.size()) for a, b in pairs)
-        if how is None or not alike or not _is_supported([*outputs, *inputs], how):
-            single = name in ("_reduce_scatter_base", "reduce_scatter_single")
-            call: Callable[..., dist.Work] = getattr(self.inner, name)
-            return call(*(pairs[0] if single else (outputs, inputs)), *given, **options)
+    def _scatters(self, pairs: Pairs, given: tuple[Any, ...]) -> dist.Work | None:
+        """Reduce the part of each input that belongs to this rank; None: not supported."""
+        how = _reduction_index(given)
+        alike = all(_have_same_size(one, output, self.size()) for output, one in pairs)
+        tensors = [tensor for pair in pairs for tensor in pair]
+        if how is None or not alike or not _is_supported(tensors, how):
+            return None
 
         def run() -> None:
             for output, one in pairs:
@@ -308,11 +262,36 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     places = [first + into.nbytes * rank for rank in range(self.size())]
                     self._scatter(places, into, how)
 
-        return self._start(run, list(outputs), given)
+        return self._start(run, [output for output, _ in pairs], given)
 
     def _scatter(self, sources: Sequence[int], into: torch.Tensor, how: int) -> None:
         kind, to = DTYPE_INDEX[into.dtype], into.data_ptr()
         self.kernel.reduce_scatter(sources, to, into.nbytes, kind, how, self.timeout)
+
+
+def _flat(name: str, start: Callable[..., dist.Work | None]) -> Callable[..., dist.Work]:
+    """Return a method of torch for tensors of all ranks in one, or for lists of them."""
+
+    def method(self: SharedMemoryGroup, to: Any, source: Any, *given: Any, **options: Any) -> Any:
+        pairs = [(to, source)] if torch.is_tensor(to) else list(zip(to, source, strict=True))
+        work = start(self, pairs, given)
+        return work or getattr(self.inner, name)(to, source, *given, **options)
+
+    method.__name__ = name
+    return method
+
+
+# names of PyTorch 2.13 and of earlier ones
+for _name in (
+    *("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced"),
+    "all_gather_single_coalesced",
+):
+    setattr(SharedMemoryGroup, _name, _flat(_name, SharedMemoryGroup._gathers))
+for _name in (
+    *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"),
+    "reduce_scatter_single_coalesced",
+):
+    setattr(SharedMemoryGroup, _name, _flat(_name, SharedMemoryGroup._scatters))
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
@@ -357,7 +336,7 @@ def _reduction_index(given: tuple[Any, ...]) -> int | None:
 
 def _are_messages(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a send or receive runs here; sender and receiver decide alike."""
-    return all(one.device.type == "cpu" and one.layout == torch.strided for one in tensors)
+    return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
 
 
 def _is_supported(tensors: Sequence[torch.Tensor], how: int | None = None) -> bool:
@@ -366,9 +345,9 @@ def _is_supported(tensors: Sequence[torch.Tensor], how: int | None = None) -> bo
     how: Index of the reduction that is applied to them; None without a reduction.
     """
     return all(
-        one.device.type == "cpu"
-        and one.layout == torch.strided
-        and one.dtype in DTYPE_INDEX
-        and (how != MEAN or one.dtype.is_floating_point)
-        for one in tensors
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype in DTYPE_INDEX
+        and (how != MEAN or tensor.dtype.is_floating_point)
+        for tensor in tensors
     )

@@ -358,7 +358,7 @@ KNOBS: dict[str, Knob] = {
         ("tensor-exchange",),
         "paceline.Layout(tp=2, rules=rules), with '*norm*': 'sequence' and '*dropout*': 'sequence' "
         "among the rules",
-        "parallel.tensor.sequence:set_sequence",
+        "parallel.tensor.strategy:set_sequence",
         ON,
         r"\btp\d|\btp=|\.distribute\(",
         "small sums for the gradients of norms, and of biases of row layers",

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
-from ..comm.reachable_address import asked, choose, others_of
+from ..comm.reachable_address import choose, others_of, requested_interface
 from ..plurals import counted
 from ..security.run_lock import RunLock
 from . import job_folder
@@ -250,7 +250,7 @@ def _choose_addresses(hosts: list[RemoteHost], grows: bool) -> list[tuple[str, s
     if len(hosts) == 1 and not grows:
         return [("lo", "127.0.0.1")]
     for host in hosts:
-        host.send(listen=asked())
+        host.send(listen=requested_interface())
     offers = [
         host.wait_for_answer("listening", REACHABILITY_TIMEOUT_S)["listening"] for host in hosts
     ]

@@ -1,6 +1,7 @@
 """The parameters and gradients of an optimizer, and the scale of its losses in float16."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -25,6 +26,22 @@ def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the gradients that an optimizer would step with."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+
+
+def graph_nodes(roots: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of a graph of autograd, each once.
+
+    Args:
+        roots: ``grad_fn`` of tensors; None: of one without a gradient.
+        ends: Nodes that are left out, with all that is reached through them only.
+    """
+    seen, waiting = {None, *ends}, list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 class LossScaling:

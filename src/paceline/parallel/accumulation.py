@@ -10,13 +10,16 @@ over its samples. Where the number of samples is unknown in advance, or differs 
 weight assumes a number, and ``Accumulation.correction`` is the factor for the summed gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import count_parameters, parameters_of
+from ..optim.whole_norms import local_part
 from .mesh import Mesh
 from .strategy.distributed_model import DistributedModel
 
@@ -262,3 +265,38 @@ class Accumulations:
                 "models of an optimizer, or create an optimizer for each model"
             )
         return found or self.models
+
+
+_weak_reference: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+_Used = tuple[torch.Tensor, Any, int, int]  # parameter, its gradient, address, version
+
+
+class UsedGradients:
+    """Gradients that a plain ``optimizer.step()`` has used, and that the script has not zeroed.
+
+    ``world.step`` zeroes the gradients, ``optimizer.step()`` does not. The next ``world.backward``
+    would add to them, as if batches were accumulated, which ``world.distribute(accumulate=...)``
+    sets.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[_Used] = []
+
+    def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that a step has used the gradients of its parameters."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                # a weak reference: the memory is free as soon as the script zeroes the gradient
+                own = local_part(parameter.grad)
+                used = (parameter, _weak_reference(own), own.data_ptr(), own._version)
+                self._used.append(used)
+
+    def discard(self) -> None:
+        """Discard the gradients that have not changed since their step."""
+        for parameter, weak, address, version in self._used:
+            if parameter.grad is None or weak.expired():
+                continue
+            own = local_part(parameter.grad)
+            if (own.data_ptr(), own._version) == (address, version):
+                parameter.grad = None
+        self._used.clear()

@@ -1,4 +1,4 @@
-"""Detection of models and loaders that are not distributed over the ranks.
+"""Detection of models and loaders that are not distributed, and of changed parameters.
 
 Each rank trains a separate copy of a model that was not given to ``world.distribute``. Parameters
 are accepted if they were trainable in a model of ``world.distribute``, or if the script
@@ -8,6 +8,7 @@ The first loss is checked by its graph, and each optimizer at its first step.
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..optim.gradients import count_parameters, parameters_of
-from ..record.hooks.phases import has_users_hooks
+from ..optim.gradients import count_parameters, graph_nodes, parameters_of
+from ..optim.whole_norms import local_part
+from ..record.hooks.phases import UncopiedHook, has_users_hooks
 from .mesh import Mesh
 from .replicated.replica import FixedBuckets
 from .strategy.distributed_model import DistributedModel
@@ -89,7 +91,7 @@ class DistributionCheck:
 
     def _synchronized(self) -> list[FixedBuckets]:
         """Return the models whose next backward is to synchronize gradients."""
-        replicas = [one.module for one in self._models if one.local_sgd is None]
+        replicas = [model.module for model in self._models if model.local_sgd is None]
         return [
             one
             for one in replicas
@@ -98,9 +100,9 @@ class DistributionCheck:
 
     def note_exchange(self, bucket: torch.Tensor) -> None:
         """Note that a backward reduces a bucket of a DistributedDataParallel model."""
-        for one in self._models:
-            if isinstance(one.module, FixedBuckets) and one.module.is_armed:
-                one.module.note_exchange(bucket)
+        for model in self._models:
+            if isinstance(model.module, FixedBuckets) and model.module.is_armed:
+                model.module.note_exchange(bucket)
 
     def check_optimizer(self, optimizer: Optimizer, others: Iterable[Optimizer] = ()) -> None:
         """Check the parameters that an optimizer is about to step; raises ValueError.
@@ -198,18 +200,8 @@ def _gradients_of(replica: FixedBuckets) -> _Gradients:
 
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaf tensors that a backward of ``loss`` would give a gradient."""
-    leaves: list[torch.Tensor] = []
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting.extend(following for following, _ in node.next_functions)
-    return leaves
+    nodes = graph_nodes([loss.grad_fn])
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def unsharded_loaders_in_use() -> list[str]:
@@ -253,3 +245,74 @@ def _name(parameter: torch.Tensor) -> str:
         of = type(module).__name__
         found += [(len(named), f"{n} of a {of}") for n, p in named.items() if p is parameter]
     return max(found)[1] if found else f"a parameter of shape {tuple(parameter.shape)}"
+
+
+# Parameters that the script changes between ``world.distribute`` and the first step.
+#
+# DistributedDataParallel and FSDP2 hold the parameters that a model had when it was distributed.
+# A parameter that is added or replaced afterwards is not synchronized, or is lost in the next
+# forward.
+
+HINT = (
+    "HINT: change the model first, then create the optimizer, then model, optimizer = "
+    "world.distribute(model, optimizer); load_state_dict without assign=True keeps the parameters"
+)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter as it was when the model was distributed."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Parameter":
+        return cls(tensor, tuple(tensor.shape), tensor.dtype, local_part(tensor).device)
+
+    def change_to(self, other: "_Parameter") -> str:
+        """Return what has changed since; "" for nothing."""
+        for name in ("shape", "dtype", "device"):
+            before, now = getattr(self, name), getattr(other, name)
+            if before != now:
+                return f"had the {name} {before} at world.distribute, and has {now} now"
+        return "" if self.tensor is other.tensor else "was replaced after world.distribute"
+
+
+def watch_parameters(model: DistributedModel) -> None:
+    """Check in the first forward of a distributed model that its parameters are the same.
+
+    The forward raises ValueError where they differ, before ranks exchange anything.
+    """
+    before = _parameters(model.plain)
+
+    def check(*_: Any) -> None:
+        handle.remove()
+        if model.has_run():
+            return  # some parameters are gathered
+        found = list(_changes(before, _parameters(model.plain)))
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise ValueError(f"world.distribute: {found[0]}{more}. {HINT}")
+
+    handle = model.called.register_forward_pre_hook(UncopiedHook(check), prepend=True)
+
+
+def _parameters(model: nn.Module) -> dict[str, _Parameter]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: _Parameter.of(parameter) for name, parameter in named}
+
+
+def _changes(before: dict[str, _Parameter], now: dict[str, _Parameter]) -> Iterator[str]:
+    """Yield a sentence for each parameter that has changed."""
+    for name, parameter in now.items():
+        known = before.get(name)
+        if known is None:
+            yield f"the parameter {name} was added after world.distribute"
+        elif change := known.change_to(parameter):
+            yield f"the parameter {name} {change}"
+    for name in before:
+        if name not in now:
+            yield f"the parameter {name} was removed after world.distribute"

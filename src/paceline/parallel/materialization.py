@@ -43,8 +43,8 @@ class DeferredStorage(NamedTuple):
         self, storage: torch.UntypedStorage
     ) -> Iterator[tuple[DeferredTensor, torch.Tensor]]:
         """Yield each tensor with its values, which share the memory of the computed storage."""
-        for one in self.tensors:
-            yield one, view_of(one.view, storage)
+        for tensor in self.tensors:
+            yield tensor, view_of(tensor.view, storage)
 
 
 Finish = Callable[[int, torch.UntypedStorage], None]
@@ -137,8 +137,8 @@ class Materialization:
     def _finish(
         self, storage: int, number: int, real: dict[int, torch.UntypedStorage], finish: Finish
     ) -> None:
-        for one in self.storages[number].tensors:
-            tensor_of(one.view, real)  # makes its memory, if no operator did
+        for tensor in self.storages[number].tensors:
+            tensor_of(tensor.view, real)  # makes its memory, if no operator did
         finish(number, real[storage])
 
 

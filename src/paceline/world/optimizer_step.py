@@ -14,15 +14,17 @@ from ..data.sampling.sample_order import BatchShare
 from ..knobs.learning_rate import scaled_rates
 from ..optim.gradients import LossScaling, gradients_of, has_gradients, parameters_of
 from ..optim.whole_norms import holds_shards
-from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
-from ..parallel.changed_parameters import watch_parameters
+from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch, UsedGradients
 from ..parallel.clipping import clip_gradients
-from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from ..parallel.distribution_check import (
+    DistributionCheck,
+    unsharded_loaders_in_use,
+    watch_parameters,
+)
 from ..parallel.mesh import Mesh
 from ..parallel.replicated.replica import accept_prefixed_keys
 from ..parallel.strategy.distributed_model import DistributedModel
 from ..parallel.strategy.training_step import Loss, TrainingStep
-from ..parallel.used_gradients import UsedGradients
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now

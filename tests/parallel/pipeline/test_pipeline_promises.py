@@ -12,7 +12,7 @@ import torch
 
 from paceline import Layout
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.execution.lanes import Lane
+from paceline.parallel.pipeline.executor import Lane
 from paceline.parallel.pipeline.strategy import Pipeline
 from paceline.parallel.strategy.parallel_strategy import DistributionRequest
 

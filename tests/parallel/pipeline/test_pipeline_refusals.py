@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from paceline.parallel.pipeline.kept_attributes import KeptByAnotherStage
+from paceline.parallel.pipeline.attributes import KeptByAnotherStage
 from paceline.parallel.pipeline.pipeline_model import _loss_key
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ from torch import nn
 
 from paceline.cost.pipeline import chunks_of, idle_share
 from paceline.parallel.pipeline.execution.schedules import SCHEDULES
-from paceline.parallel.pipeline.execution.split_backward import SplitBackward
+from paceline.parallel.pipeline.executor import SplitBackward
 
 # time of a computation: a backward takes two forwards
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}

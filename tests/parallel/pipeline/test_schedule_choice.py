@@ -8,11 +8,7 @@ import torch
 from torch import nn
 
 from paceline import Layout
-from paceline.parallel.pipeline.execution.schedule_choice import (
-    Candidate,
-    ScheduleChoice,
-    candidates_for,
-)
+from paceline.parallel.pipeline.execution.schedules import Candidate, ScheduleChoice, candidates_for
 
 
 def test_candidates_fit_the_batch_and_the_model():

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.recompute import host_activations, plan
+from paceline.parallel.recompute import host_activations, recomputation
 from paceline.parallel.recompute.host_activations import (
     LeavingStorages,
     activations_on_host,
     is_movable,
 )
-from paceline.parallel.recompute.plan import Way
-from paceline.parallel.recompute.recomputation import recompute_blocks
+from paceline.parallel.recompute.recomputation import Way, recompute_blocks
 
 
 class Block(nn.Module):
@@ -101,9 +100,9 @@ def test_small_tensors_and_those_of_the_cpu_are_not_moved():
 def test_auto_moves_activations_where_that_is_faster_and_fits(
     monkeypatch, seconds_per_byte, free, expected
 ):
-    monkeypatch.setattr(plan, "is_movable", lambda tensor: True)
-    monkeypatch.setattr(plan, "seconds_per_byte", lambda device: seconds_per_byte)
-    monkeypatch.setattr(plan, "free_bytes", lambda device: free)
+    monkeypatch.setattr(recomputation, "is_movable", lambda tensor: True)
+    monkeypatch.setattr(recomputation, "seconds_per_byte", lambda device: seconds_per_byte)
+    monkeypatch.setattr(recomputation, "free_bytes", lambda device: free)
     model, said = nn.Sequential(*(Block() for _ in range(4))), []
     recompute_blocks(model, "auto", 0.0006, None, said.append)
     model(torch.randn(512, 16)).sum().backward()
@@ -114,9 +113,9 @@ def test_auto_moves_activations_where_that_is_faster_and_fits(
 @pytest.mark.parametrize(("budget", "expected"), [(1100, 3), (1300, 2), (2000, 0)])
 def test_storages_on_their_way_to_the_host_are_part_of_the_budget(monkeypatch, budget, expected):
     leaving = LeavingStorages()
-    monkeypatch.setattr(plan, "leaving_storages", lambda device: leaving)
+    monkeypatch.setattr(recomputation, "leaving_storages", lambda device: leaving)
     ways = [[Way("keep", 500, 0, 0.0), Way("host", 0, 500, 1.0)] for _ in range(4)]
-    choice = plan._choose(ways, budget, torch.device("cpu"))
+    choice = recomputation._choose(ways, budget, torch.device("cpu"))
     assert choice.names.count("host") == expected
     kept = 500 * choice.names.count("keep")
     assert kept + (leaving.limit if expected else 0) <= budget

@@ -11,9 +11,14 @@ from torch import nn
 from fake_gpu import fake_gpu
 from paceline.parallel import memory_budget
 from paceline.parallel.blocks import recomputed_blocks
-from paceline.parallel.recompute import plan
-from paceline.parallel.recompute.plan import Way, choose_ways, least_bytes, peak_bytes
-from paceline.parallel.recompute.recomputation import recompute_blocks
+from paceline.parallel.recompute import recomputation
+from paceline.parallel.recompute.recomputation import (
+    Way,
+    choose_ways,
+    least_bytes,
+    peak_bytes,
+    recompute_blocks,
+)
 from paceline.parallel.recompute.replay import ReplayedBuffers
 
 
@@ -218,5 +223,5 @@ def test_buffers_of_a_gpu_are_not_compared_in_forward(monkeypatch):
 
 def test_times_are_those_of_the_device_where_inputs_are_on_both():
     mask, hidden = torch.ones(1), torch.ones(1, device="meta")
-    assert plan._device_of(((mask, hidden), {})) == torch.device("meta")
-    assert plan._device_of(((mask,), {})) == torch.device("cpu")
+    assert recomputation._device_of(((mask, hidden), {})) == torch.device("meta")
+    assert recomputation._device_of(((mask,), {})) == torch.device("cpu")

@@ -13,8 +13,8 @@ MODELS = """
 
     layout, shard_over, out = sys.argv[1:4]
     if shard_over == "host":  # two ranks on each of two simulated hosts
-        from paceline.parallel.sharded import meshes
-        meshes.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
+        from paceline.parallel.sharded import fully_sharded
+        fully_sharded.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
 
     class Mixed(nn.Module):
         def __init__(self):

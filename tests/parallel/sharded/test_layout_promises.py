@@ -16,8 +16,8 @@ SCRIPT = """
 
     HOSTS = "hosts" in sys.argv
     if HOSTS:  # two ranks on each of two simulated hosts
-        from paceline.parallel.sharded import meshes
-        meshes.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
+        from paceline.parallel.sharded import fully_sharded
+        fully_sharded.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
     world = paceline.init(seed=5, progress=False)
     OPTIONS = {"shard_over": "host"} if HOSTS else {}
 
@@ -163,9 +163,9 @@ DIVERGED = """
     import torch
     from torch import nn
     import paceline
-    from paceline.parallel.sharded import meshes
+    from paceline.parallel.sharded import fully_sharded
 
-    meshes.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
+    fully_sharded.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
     world = paceline.init(progress=False)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,8 +1,12 @@
 """Bytes of halos are those of the formula: rows that a window reads and other ranks hold."""
 
 import random
+import threading
+from collections import defaultdict
 
+import thread_ranks
 import torch
+from torch import nn
 
 from paceline.parallel.spatial import exchange
 from paceline.parallel.spatial.exchange import Fetch, Line
@@ -45,3 +49,44 @@ def test_bytes_of_halos_are_the_rows_of_others_that_the_outputs_read(monkeypatch
         assert sum(sent) == expected
         sent.clear()
     assert most > 0
+
+
+LAYERS = {
+    "convolution": nn.Conv3d(2, 3, 3, padding=1),
+    "even kernel": nn.Conv3d(2, 3, (3, 3, 4), padding="same"),
+    "maximum": nn.MaxPool3d(3, 1, 1),
+    "mean": nn.AvgPool3d(3, 1, 1),
+    "border": nn.ConstantPad3d(1, 2.0),
+}
+
+
+def test_no_padding_travels_where_several_axes_are_divided(monkeypatch):
+    """A rank receives the positions of its windows less those of its part, and as many back."""
+    received = defaultdict(int)  # by thread
+
+    def add(layer, size, waited):
+        received[threading.get_ident()] += size
+
+    monkeypatch.setattr(exchange.halo_totals, "add", add)
+    x = torch.randn(1, 2, 5, 6, 4)
+
+    def train(world):
+        world.distribute(nn.Conv3d(1, 1, 1), layout="d2 x h2", compare=False)
+        sizes = {}
+        for name, layer in LAYERS.items():
+            part = world.part(x)
+            part.local.requires_grad_()
+            before = received[threading.get_ident()]
+            found = layer(part)
+            found.local.sum().backward()
+            sizes[name] = received[threading.get_ident()] - before
+            torch.testing.assert_close(world.whole(found), layer(x))
+        return sizes
+
+    found = thread_ranks.run(train, 4)
+    parts = [(d, h) for d in (2, 3) for h in (3, 3)]
+    halos = sum((d + 1) * (h + 1) - d * h for d, h in parts)
+    expected = 2 * halos * 2 * 4 * 4  # both ways, channels, width, float32
+    for name in LAYERS:
+        total = sum(sizes[name] for sizes in found)
+        assert total == (0 if name == "border" else expected), name

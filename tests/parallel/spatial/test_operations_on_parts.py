@@ -139,3 +139,38 @@ def test_conjugates_travel():
         return x if type(x) is torch.Tensor else x.whole()
 
     check(lambda x: whole((x * (1 + 2j)).conj()).imag)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("h2", 2), ("h2 x w2", 4)])
+def test_extremes_share_their_gradient_among_equal_values(layout, ranks):
+    def ties(x):
+        return (x * 2).round()
+
+    check(
+        lambda x: x.amax((2, 3)),
+        lambda x: ties(x).amax((2, 3)) * 3,
+        lambda x: ties(x).amin((1, 3), keepdim=True) + x,
+        lambda x: ties(x).amax(2),
+        lambda x: ties(x).max() * ties(x).min() + x.amin(),
+        lambda x: x[:, :, :1].amax(-2),  # a rank without rows
+        lambda x: x * (x > 1).any() + x * (x > -9).all((2, 3), keepdim=True),
+        layout=layout,
+        ranks=ranks,
+    )
+
+
+def test_a_maximum_over_ranks_keeps_what_is_not_a_number():
+    values = {place: X.clone().index_fill(2, torch.tensor(place), torch.nan) for place in (0, 5)}
+
+    def train(world):
+        world.distribute(nn.Conv2d(1, 1, 1), layout="h2", compare=False)
+        for x in values.values():
+            assert world.part(x).amax((2, 3)).isnan().all()
+        assert not (world.part(X) > 0).amin()
+        assert world.part((X * 0).int()).max() == 0
+        with pytest.raises(ValueError, match=r"max is not known .*HINT"):
+            world.part(X).max(2)
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            world.part(X).amax(4)
+
+    thread_ranks.run(train)

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from paceline import Layout
-from paceline.parallel.tensor import sequence
+from paceline.parallel.tensor import strategy
 from paceline.parallel.tensor.exchange import TensorAxis
 
 
@@ -140,12 +140,12 @@ def test_tensors_without_tokens_are_whole_and_said():
 
 def test_the_knob_divides_the_tokens_of_models_without_such_rules(monkeypatch):
     turned = mock.Mock()
-    monkeypatch.setattr(sequence._Requested, "turned", turned)
+    monkeypatch.setattr(strategy._Requested, "turned", turned)
     tokens = torch.randint(0, 12, (4, 4), generator=torch.Generator().manual_seed(1))
     assert run(tokens, RULES, 2) == 0
     assert turned.done.called
     turned.reset_mock()
-    assert sequence.requested_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)), {}) == {}
+    assert strategy.requested_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)), {}) == {}
     assert not turned.done.called
     assert "no norms" in turned.not_done.call_args.args[0]
 

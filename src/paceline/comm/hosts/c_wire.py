@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..shared.c_kernel import load_library
 from ..shared.collective_calls import CollectiveCall
 from .schedules import Step
 
@@ -22,17 +23,13 @@ def library() -> ctypes.CDLL:
 
     Raises OSError where it was not built (no compiler at the installation).
     """
-    loaded = ctypes.CDLL(str(LIBRARY_PATH), use_errno=True)
     signatures = {
         "open": (c_void_p, c_int, c_int, POINTER(c_int), c_void_p),
         "close": (None, c_void_p),
         "said": (None, c_void_p, POINTER(c_uint64)),
         "run": (c_int, c_void_p, POINTER(c_int64), c_void_p, POINTER(c_uint64), c_double),
     }
-    for name, (result, *arguments) in signatures.items():
-        function = getattr(loaded, f"paceline_wire_{name}")
-        function.restype, function.argtypes = result, arguments
-    return loaded
+    return load_library(LIBRARY_PATH, "paceline_wire_", signatures)
 
 
 class StepError(Exception):

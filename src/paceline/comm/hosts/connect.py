@@ -21,7 +21,7 @@ from ...security.handshake import (
     HandshakeStep,
     run_handshake,
 )
-from ..reachable_address import asked, listen_on, of_names
+from ..reachable_address import listen_on, of_names, requested_interface
 
 CONNECT_TIMEOUT_S = 30.0  # for peers that are all known to be running
 HANDSHAKE_TIMEOUT_S = 1.0  # for a visitor to send its introduction
@@ -85,7 +85,7 @@ def exchange_links() -> list[Link]:
     Raises OSError where there is none.
     """
     found = network_links()
-    requested = asked()
+    requested = requested_interface()
     if requested:
         matching = of_names(found, requested)
         if not matching:

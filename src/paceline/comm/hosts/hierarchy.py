@@ -218,7 +218,8 @@ class HierarchicalKernel:
 
         steps = _half_steps("gather", cuts, self._host_index, self._hosts)
         return encode_program(
-            schedules.Step(with_addresses(one.sends), with_addresses(one.receives)) for one in steps
+            schedules.Step(with_addresses(step.sends), with_addresses(step.receives))
+            for step in steps
         )
 
     def _reduce_scatter_uneven(

@@ -72,8 +72,8 @@ class CallLog:
 
     def learn(self, facts: RankFacts, results: Sequence[KeptResult]) -> None:
         """Add calls and results of an earlier rank; the first rank's remain."""
-        for one in results:
-            self.known.setdefault(((one.members, one.ordinal), one.number), one)
+        for result in results:
+            self.known.setdefault(((result.members, result.ordinal), result.number), result)
         for key, calls in collectives_by_group(facts).items():
             self.others.setdefault(key, (facts.rank, calls))
 

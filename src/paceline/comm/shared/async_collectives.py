@@ -18,12 +18,30 @@ Run = Callable[[], None]
 EXIT_TIMEOUT_S = 2.0  # for pending collectives, at the interpreter's exit
 
 
-class CompletedWork(dist.Work):
-    """Work of a collective that had ended when its call returned."""
+class ExchangeWork(dist.Work):
+    """What all works of Paceline have in common; they define ``wait`` and ``is_completed``."""
+
+    _error: BaseException | None = None
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result = result
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+
+class CompletedWork(ExchangeWork):
+    """Work of a collective that had ended when its call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -31,31 +49,18 @@ class CompletedWork(dist.Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        pass
-
-    def result(self) -> list[torch.Tensor]:
-        return self._result
-
     def get_future(self) -> torch.futures.Future[Any]:
         return completed_future(self._result)
 
 
-class PendingWork(dist.Work):
+class PendingWork(ExchangeWork):
     """Work of a collective that the thread executes.
 
     Its future always completes: with the result, or with the exception that the collective raised.
     """
 
     def __init__(self, run: Run, result: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._result, self._error = result, None
+        super().__init__(result)
         self._start: torch.futures.Future[None] = torch.futures.Future()
 
         def run_collective(_: Any) -> list[torch.Tensor]:
@@ -79,18 +84,6 @@ class PendingWork(dist.Work):
 
     def is_completed(self) -> bool:
         return bool(self._future.done())
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future

@@ -3,10 +3,11 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, c_double, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...record.hooks.error_messages import NAMED_PEER_GONE
 from .collective_calls import (
@@ -23,13 +24,21 @@ LIBRARY_PATH = Path(__file__).parent / "kernel.so"
 RANK_DIED, RANK_TIMED_OUT, LOST_OTHER_HOSTS = 1, 2, 4
 
 
+def load_library(path: Path, prefix: str, signatures: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
+    """Load a compiled library, and declare its functions: result and arguments by name."""
+    loaded = ctypes.CDLL(str(path), use_errno=True)
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(loaded, f"{prefix}{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Load the compiled kernel and declare its functions.
 
     Raises OSError where it was not built (no compiler at the installation).
     """
-    loaded = ctypes.CDLL(str(LIBRARY_PATH), use_errno=True)
     signatures = {
         "open": (c_void_p, c_int, c_int, c_int, c_size_t, c_int),
         "close": (None, c_void_p),
@@ -55,10 +64,7 @@ def library() -> ctypes.CDLL:
         "broadcast": (c_int, c_void_p, c_void_p, c_uint64, c_int, c_double),
         "barrier": (c_int, c_void_p, c_double),
     }
-    for name, (result, *arguments) in signatures.items():
-        function = getattr(loaded, f"paceline_{name}")
-        function.restype, function.argtypes = result, arguments
-    return loaded
+    return load_library(LIBRARY_PATH, "paceline_", signatures)
 
 
 class CKernel:

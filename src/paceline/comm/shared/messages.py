@@ -26,10 +26,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ...record.hooks.error_messages import NAMED_PEER_GONE
 from . import memory
+from .async_collectives import ExchangeWork
 from .collective_calls import ExchangeError
 
 HELLO_TIMEOUT_S = 5.0
@@ -208,20 +208,20 @@ class Inbox:
         os.close(self._file)
 
 
-class SendWork(dist.Work):
+class SendWork(ExchangeWork):
     """A send. Its tensor may be changed at once."""
 
     def __init__(
         self, messages: "Messages", tensor: torch.Tensor, outbox: Outbox, peer: int, number: int
     ) -> None:
-        super().__init__()
-        self._messages, self._tensor = messages, tensor
+        super().__init__([tensor])
+        self._messages, self._nbytes = messages, tensor.nbytes
         self._outbox, self._peer, self._number = outbox, peer, number
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.is_completed():
             self._messages.await_room(
-                *(self._outbox, self._peer, self._number, self._tensor.nbytes),
+                *(self._outbox, self._peer, self._number, self._nbytes),
                 timeout.total_seconds() if timeout else 0.0,
             )
         return True
@@ -229,20 +229,8 @@ class SendWork(dist.Work):
     def is_completed(self) -> bool:
         return self._messages.may_continue(self._outbox, self._number)
 
-    def is_success(self) -> bool:
-        return self.is_completed()
 
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self._tensor]
-
-
-class MessageWork(dist.Work):
+class MessageWork(ExchangeWork):
     """A receive.
 
     Attributes:
@@ -252,12 +240,11 @@ class MessageWork(dist.Work):
     def __init__(
         self, messages: "Messages", tensor: torch.Tensor, source: int | None, tag: int
     ) -> None:
-        super().__init__()
+        super().__init__([tensor])
         self.source, self.tag = source, tag
         self.is_done = False
         self._messages, self._tensor = messages, tensor
         self._flat = tensor.detach().contiguous()
-        self._error: BaseException | None = None
 
     @property
     def nbytes(self) -> int:
@@ -291,18 +278,6 @@ class MessageWork(dist.Work):
         if not self.is_done:
             self._messages.take_arrived()
         return self.is_done
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return [self._tensor]
 
     def source_rank(self) -> int:
         return -1 if self.source is None else self.source

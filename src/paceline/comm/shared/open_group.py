@@ -47,20 +47,20 @@ def socket_of(
 ) -> int:
     """Return the number of the socket that all of these hardware threads are on.
 
-    NOWHERE if they are on several sockets, or if the socket is unknown. PACELINE_SOCKETS lists the
-    hardware threads of each socket (or of each part of a socket, such as a NUMA node). Without it,
-    the sockets are read from sysfs.
+    UNKNOWN_SOCKET if they are on several sockets, or if the socket is unknown. PACELINE_SOCKETS
+    lists the hardware threads of each socket (or of each part of a socket, such as a NUMA node).
+    Without it, the sockets are read from sysfs.
 
     Raises:
         ValueError: PACELINE_SOCKETS is not a list of hardware threads.
     """
-    if said := environment.get(SOCKET_VARIABLE):
+    if text := environment.get(SOCKET_VARIABLE):
         try:
-            each = [set(parse_ranges(one)) for one in said.split()]
+            each = [set(parse_ranges(one)) for one in text.split()]
         except ValueError:
             hint = 'give a list for each socket, as in "0-31 32-63"'
             raise ValueError(
-                f"{SOCKET_VARIABLE}={said} is not a list of hardware threads. HINT: {hint}"
+                f"{SOCKET_VARIABLE}={text} is not a list of hardware threads. HINT: {hint}"
             ) from None
         return next(
             (at for at, one in enumerate(each) if cpus and set(cpus) <= one), UNKNOWN_SOCKET

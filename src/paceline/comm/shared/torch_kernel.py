@@ -89,7 +89,10 @@ class TorchKernel:
         reduction: int,
         timeout: float,
     ) -> None:
-        own, result = [_bytes_at(one, nbytes) for one in sources], _bytes_at(destination, nbytes)
+        own, result = (
+            [_bytes_at(source, nbytes) for source in sources],
+            _bytes_at(destination, nbytes),
+        )
         self._start_call(
             CollectiveCall(COLLECTIVES.index("reduce-scatter"), dtype, reduction, 0, nbytes),
             timeout,

@@ -32,7 +32,9 @@ def signature(
         "hosts": hosts,
         "sockets": sockets,
         "gradients": len(parameters),
-        "gradient_bytes": sum(one.numel() * one.element_size() for one in parameters),
+        "gradient_bytes": sum(
+            parameter.numel() * parameter.element_size() for parameter in parameters
+        ),
         "machine": platform.machine(),
         "cores": os.cpu_count() or 0,
         "torch": version("torch"),

@@ -98,8 +98,8 @@ def buckets(gradients: Iterable[ReadyGradient], caps: Sequence[float]) -> list[R
     """
     found: list[ReadyGradient] = []
     at, size = 0.0, 0
-    for one in sorted(gradients, key=lambda one: one.at):
-        at, size = one.at, size + one.nbytes
+    for gradient in sorted(gradients, key=lambda one: one.at):
+        at, size = gradient.at, size + gradient.nbytes
         if size >= caps[min(len(found), len(caps) - 1)]:
             found.append(ReadyGradient(at, size))
             size = 0
@@ -127,7 +127,7 @@ def likely_settings(
     They are the best bucket sizes of each method, without two sizes that are almost equal. bf16:
     whether it may be chosen.
     """
-    total_bytes = sum(one.nbytes for one in gradients)
+    total_bytes = sum(gradient.nbytes for gradient in gradients)
     by_cost: list[tuple[float, ExchangeSettings]] = []
     for method, seconds in costs.items():
         for narrow in (False, True) if bf16 else (False,):
@@ -278,8 +278,8 @@ class BucketRebuilder:
         fixed = hasattr(replica, "settle")  # parallel.replicated.replica.FixedBuckets
         order = None if fixed or replica.find_unused_parameters else self._order
         places = range(len(self.parameters)) if order is None else order
-        parameters = [self.parameters[one] for one in places]
-        sparse = [self._sparse[one] for one in places]
+        parameters = [self.parameters[place] for place in places]
+        sparse = [self._sparse[place] for place in places]
         names = replica._build_debug_param_to_name_mapping(parameters)
         replica._ddp_init_helper(parameters, sparse, names, replica.static_graph)
         replica._has_rebuilt_buckets = False
@@ -350,7 +350,10 @@ class Tuner:
         self.replica, self._methods, self._wanted = replica, methods, wanted
         self._buckets = BucketRebuilder(replica)
         parameters = self._buckets.parameters
-        self._parameter_ids, self._device = {id(one) for one in parameters}, parameters[0].device
+        self._parameter_ids, self._device = (
+            {id(parameter) for parameter in parameters},
+            parameters[0].device,
+        )
         size = dist.get_world_size(methods.group)
         self._signature = saved_settings.signature(
             parameters, size, methods.hosts, methods.sockets, wanted.bf16
@@ -389,13 +392,13 @@ class Tuner:
     # From here on all ranks do the same.
 
     def _begin(self) -> None:
-        choice, said = self._load_settings()
+        choice, reason = self._load_settings()
         if choice is not None:
             self._done, self._next_settings = True, choice
             _say(f"the exchange uses the settings of {self._wanted.file}: {choice}")
             return
-        if said:
-            _say(f"{said}; the exchange is tuned again")
+        if reason:
+            _say(f"{reason}; the exchange is tuned again")
         self._trials = TrialSteps(self._search_steps(), self._slowest)
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -443,7 +446,7 @@ class Tuner:
         self._buckets.set_order(at)
         gradients = [ReadyGradient(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
         measured = self._methods.measured(sum(one.nbytes for one in ready), self._device)
-        costs = {way: AllReduceCost(told) for way, told in measured.items()}
+        costs = {way: AllReduceCost(seconds_of_size) for way, seconds_of_size in measured.items()}
         likely = likely_settings(gradients, costs, self._default, self._wanted.bf16)
         found = broadcast_object(likely, list[ExchangeSettings], group)
         full = buckets(gradients, self._buckets.bucket_caps())

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from ..horovod.keras.callback_order import other_callbacks
-from ..horovod.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from ..horovod.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+    other_callbacks,
+)
 from ..horovod.keras.operations import report_devices
 from ..horovod.keras.optimizer import DistributedOptimizer, is_distributed
 
@@ -24,7 +27,9 @@ class DDLCallback(MetricAverageCallback):
                 f"ddl.DDLCallback comes after {type(callbacks[0]).__name__}, which would get the "
                 f"metrics of its own rank. {_FIRST_AND_LAST}"
             )
-        if callbacks and not any(isinstance(one, DDLGlobalVariablesCallback) for one in callbacks):
+        if callbacks and not any(
+            isinstance(callback, DDLGlobalVariablesCallback) for callback in callbacks
+        ):
             raise ValueError(
                 "ddl.DDLCallback needs ddl.DDLGlobalVariablesCallback: without it, the ranks begin "
                 f"with different weights. {_FIRST_AND_LAST}"

@@ -1,6 +1,5 @@
 """Which gradients of TensorFlow and Keras are exchanged, under which names, in which groups."""
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from .core.process_sets import ProcessSet
 from .core.requests import ReduceOp
 from .torch.basics import Average, Sum
 from .torch.gradient_exchange import ExchangeOptions
-from .torch.named_parameters import split_evenly
+from .torch.named_parameters import groups_of, split_evenly
 from .torch.submission import reduce_op
 
 GROUPS_RULE = "groups should be a non-negative integer or a list of list of variables"
@@ -51,7 +50,7 @@ class GradientRules:
 
     def add_local(self, variables: Iterable[Any]) -> None:
         """Exclude variables from the exchange: each rank keeps its own gradient."""
-        self._local |= {id(one): one for one in variables}
+        self._local |= {id(variable): variable for variable in variables}
 
     def exchange(
         self,
@@ -133,27 +132,14 @@ def new_rules(
             f"op={how.name.capitalize()} is not possible: op currently only supports "
             f"{', '.join(one.name.capitalize() for one in ops)}. HINT: op=hvd.Average"
         )
-    if predivide_factor != 1.0 and how != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be > 0, not {predivide_factor}")
-    if process_set.process_set_id is None:
-        raise ValueError(
-            f"{process_set} is not registered. HINT: hvd.init(), then "
-            f"hvd.add_process_set({process_set.ranks})"
-        )
-    if num_groups:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3
-        )
-        groups = num_groups if groups is None else groups
+    options = ExchangeOptions(compression, how, predivide_factor, 0, sparse_as_dense, process_set)
+    groups = groups_of(num_groups, groups, level=4)
     if isinstance(groups, bool) or not isinstance(groups, int | list | tuple | None):
         raise ValueError(f"{GROUPS_RULE}; this is of type {type(groups).__name__}")
     if isinstance(groups, int) and groups < 0:
         raise ValueError(f"{GROUPS_RULE}; this is {groups}")
     if isinstance(groups, list | tuple) and any(
-        not isinstance(one, list | tuple) for one in groups
+        not isinstance(group, list | tuple) for group in groups
     ):
         raise ValueError(f"{GROUPS_RULE}; an item of the list is not a list")
-    options = ExchangeOptions(compression, how, predivide_factor, 0, sparse_as_dense, process_set)
     return GradientRules(prefix, options, groups, scales_local)

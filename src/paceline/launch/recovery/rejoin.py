@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...cluster.schedulers.hostfile import Host
-from ...comm.reachable_address import NEIGHBOURS, asked, choose
+from ...comm.reachable_address import NEIGHBOURS, choose, requested_interface
 from ...security.text import printable
 from ..remote.prepare_hosts import LaunchSpec, check_hosts, start_rank_servers, version_mismatch
 from ..remote.remote_host import RemoteHost
@@ -109,7 +109,7 @@ def _choose_address(host: RemoteHost, peers: list[RemoteHost], request: str) -> 
         request: Number of this request in the messages of the peers.
     """
     peers = peers[:NEIGHBOURS]
-    host.send(listen=asked())
+    host.send(listen=requested_interface())
     offer = host.wait_for_answer("listening", REACHABILITY_TIMEOUT_S)["listening"]
     for peer in peers:
         peer.send(reach={request: offer})

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 
 from ...cluster.schedulers.hostlist import expand_numbers
 from ...cluster.topology.network_interfaces import is_local_host, network_links
-from ...comm.reachable_address import asked, listen_on, of_names
+from ...comm.reachable_address import listen_on, of_names, requested_interface
 from ...security.handshake import Acceptor
 from ...security.processes import program_command, python_command
 from ..channel import Channel, channel_of_visitor, host_handshake, new_secret
@@ -183,7 +183,7 @@ def addresses_towards(names: list[str]) -> list[str]:
     if all nodes are this host. The list is empty if the name of a node does not resolve: the
     scheduler may use another name than the network.
     """
-    only = asked()
+    only = requested_interface()
     named = [link.address for link in of_names(network_links(), only)] if only else []
     if named:
         return named

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from ...optim.gradients import graph_nodes
+
 # of nn.Module itself, such as parameters and hooks
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set", "training"}
 _NOT_FOLLOWED = (
@@ -272,15 +274,15 @@ def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[T
     """Return the outputs of a forward, and the gradients of a random sum of them."""
     every = tensors_in(forward())
     outputs = [_real(one) for one in every if one.is_floating_point() or one.is_complex()]
-    found: Tensors = [one.detach() for one in outputs]
-    sources = [one for one in outputs if one.requires_grad]
+    found: Tensors = [output.detach() for output in outputs]
+    sources = [output for output in outputs if output.requires_grad]
     if not trained or not sources:
         return found, []
     generator = torch.Generator().manual_seed(_SEED)
-    directions = [torch.randn(one.shape, generator=generator).to(one) for one in sources]
+    directions = [torch.randn(source.shape, generator=generator).to(source) for source in sources]
     _refuse_reentrant_checkpoints(sources)
     gradients = torch.autograd.grad(sources, trained, directions, allow_unused=True)
-    return found, [None if one is None else one.detach() for one in gradients]
+    return found, [None if gradient is None else gradient.detach() for gradient in gradients]
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,20 +292,13 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_reentrant_checkpoints(outputs: list[torch.Tensor]) -> None:
     """Raise ValueError for recomputed parts, which ``torch.autograd.grad`` can't enter."""
-    waiting: list[Any] = [one.grad_fn for one in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "world.distribute: the model recomputes by checkpoint(..., use_reentrant=True), "
-                "whose gradients can't be compared with those of the whole model. HINT: "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        waiting += [following for following, _ in node.next_functions]
+    nodes = graph_nodes(output.grad_fn for output in outputs)
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+        raise ValueError(
+            "world.distribute: the model recomputes by checkpoint(..., use_reentrant=True), whose "
+            "gradients can't be compared with those of the whole model. HINT: "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
 
 
 def _judge(
@@ -326,7 +321,7 @@ def _judge(
         [f"the gradient of {names[id(p)]}" for p in trained],
     ]
     ours, theirs, rounded = (
-        (outputs, [None if one is None else _real(one) for one in gradients])
+        (outputs, [None if gradient is None else _real(gradient) for gradient in gradients])
         for outputs, gradients in (ours, theirs, rounded)
     )
     for number in (0, 1):

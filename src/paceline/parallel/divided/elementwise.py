@@ -67,8 +67,8 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is torch.where and len(args) + len(kwargs) == 1:  # indices of elements
         return NO_RULE
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-    divided = [one for one in tensors if isinstance(one, DividedTensor)]
-    shape = torch.broadcast_shapes(*(one.shape for one in tensors))
+    divided = [tensor for tensor in tensors if isinstance(tensor, DividedTensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     first = max(divided, key=lambda one: one.numel())
     if is_in_place(func, kwargs):
         if not isinstance(args[0], DividedTensor) or shape != args[0].shape:

@@ -53,7 +53,7 @@ def _einsum(contract: Contract, func: Any, equation: Any, *operands: Any) -> Any
     labels = given.split(",")
     if any(len(set(own)) != len(own) for own in labels):
         return NO_RULE
-    torch.einsum(equation, *(torch.empty(one.shape, device="meta") for one in operands))
+    torch.einsum(equation, *(torch.empty(operand.shape, device="meta") for operand in operands))
     if not arrow:
         every = given.replace(",", "")
         result = "".join(sorted(one for one in set(every) if every.count(one) == 1))

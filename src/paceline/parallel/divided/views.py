@@ -120,7 +120,7 @@ def along(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
         return NO_RULE
     results, nest = tree_flatten(func(x.local, *args, **kwargs))
     same = {dim: dim for dim in x.divided_dims}
-    return tree_unflatten([x.placed(one, same) for one in results], nest)
+    return tree_unflatten([x.placed(result, same) for result in results], nest)
 
 
 def reshaped(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -166,11 +166,11 @@ def joined(func: Any, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> An
         return NO_RULE
     division = first.division_of(list(tensors), first.shape)
     parts = []
-    for one in tensors:
+    for tensor in tensors:
         shape = list(first.shape)
         if not is_stack:
-            shape[dim] = one.size(dim)
-        parts.append(first.aligned(one, torch.Size(shape), division))
+            shape[dim] = tensor.size(dim)
+        parts.append(first.aligned(tensor, torch.Size(shape), division))
     like = first.divided_like(parts[0], division)
     dims = {one: one + (is_stack and dim <= one) for one in like.divided_dims}
     return like.placed(func(parts, dim), dims)

@@ -32,10 +32,9 @@ from .partition import (
     units_of_trace,
 )
 from .pipeline_model import PipelineModel
-from .stage_memory import StageMemory, held_micro_batches
 from .stage_times import MIN_GAIN
 from .trace import Skeleton
-from .unit_costs import measure_units
+from .unit_costs import StageMemory, held_micro_batches, measure_units
 
 MAX_SAMPLES = 64  # of example inputs that are computed with
 BY_OPERATIONS = "operations"  # a value of the option ``balance``: nothing is measured

@@ -1,25 +1,202 @@
-"""Run the schedule of one batch on one rank."""
+"""Run the schedule of one batch on one rank: its messages, backwards and random numbers."""
 
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ...cost.pipeline import chunks_of
+from ...data.sampling.sample_order import preserve_random_states
+from ...optim.gradients import graph_nodes
 from ...record.ring.recorder import now
 from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
 from ..mesh import STAGE, Mesh
 from ..strategy.training_step import TrainingStep
 from .execution.deferred_norms import DeferredNorms
-from .execution.lanes import Lane
 from .execution.micro_batches import check_whole, detached, whole_loss
-from .execution.random_streams import RandomStreams
 from .execution.schedules import SCHEDULES, Action
-from .execution.split_backward import SplitBackward
 from .stage_plan import ForwardPlan, Wire
 from .stage_runner import Activations, StageModule, check_loss, run_backward, run_forward
+
+# A backward in two parts: first the gradients of a stage's inputs, later those of its parameters.
+#
+# The stage before waits for the first part only. It stands on the functions that PyTorch's own
+# zero-bubble schedules use.
+
+
+class SplitBackward:
+    """The backward of one micro-batch in one stage.
+
+    Args:
+        outputs: What the stage has computed; of the last stage, its loss.
+        gradients: Of each output; None: it has none, or it is the loss.
+        leaves: What the stage has received.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        leaves: Sequence[torch.Tensor],
+    ) -> None:
+        is_loss = len(outputs) == 1 and gradients[0] is None
+        pairs = [
+            (t, g)
+            for t, g in zip(outputs, gradients, strict=True)
+            if t.requires_grad and (is_loss or g is not None)
+        ]
+        self._outputs = [tensor for tensor, _ in pairs]
+        # None for a loss
+        self._gradients: list[Any] | None = None if is_loss else [gradient for _, gradient in pairs]
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._groups: list[dict[str, Any]] | None = None
+
+    def of_inputs(self, parameters: Iterator[nn.Parameter]) -> None:
+        """Compute the gradients of the leaves; a stage without any computes all of them later."""
+        given = self._gradients or [None] * len(self._outputs)
+        reaching: list[tuple[torch.Tensor, Any]] = []
+        others: list[tuple[torch.Tensor, Any]] = []
+        for pair in zip(self._outputs, given, strict=True):
+            (reaching if self._reaches_leaf(pair[0]) else others).append(pair)
+        if not reaching:
+            return
+        relayed = {id(leaf) for leaf in self._leaves}
+        # PyTorch detaches the outputs in place, which neither leaves nor views allow, nor an
+        # operation that has saved one to compute another one
+        several = len(reaching) > 1
+        outputs = [t * 1 if several or id(t) in relayed or t._is_view() else t for t, _ in reaching]
+        gradients: Any = [g for _, g in reaching] if self._gradients is not None else None
+        weights = (p for p in parameters if p.requires_grad)
+        _, self._groups = stage_backward_input(outputs, gradients, self._leaves, weights)
+        # PyTorch finds parameters on paths to the leaves only
+        self._outputs, self._gradients = [t for t, _ in others], [g for _, g in others]
+
+    def _reaches_leaf(self, output: torch.Tensor) -> bool:
+        leaves = {id(leaf) for leaf in self._leaves}
+        nodes = graph_nodes([output.grad_fn])
+        reached = (id(getattr(node, "variable", None)) for node in nodes)
+        return id(output) in leaves or not leaves.isdisjoint(reached)
+
+    def of_parameters(self, parameters: Iterator[nn.Parameter]) -> None:
+        """Add the gradients of the parameters to those that they have."""
+        if self._outputs:
+            shares_graph = self._groups is not None
+            torch.autograd.backward(self._outputs, self._gradients, retain_graph=shares_graph)
+        if self._groups is not None:
+            stage_backward_weight((p for p in parameters if p.requires_grad), self._groups)
+        self._outputs, self._groups = [], None
+
+
+# Random numbers of a pipeline: those of a module depend on neither stages nor schedule.
+#
+# Ranks that share samples draw equal numbers from the global generators, which must stay equal on
+# all of them. In a step, each event of each micro-batch draws from a seed of its own; afterwards
+# the generators continue as if nothing had been drawn but the seed of the step.
+
+_ODD = 0x9E3779B97F4A7C15  # golden ratio: seeds that follow each other differ in all bits
+_BITS = (1 << 63) - 1
+
+
+class RandomStreams:
+    """The generators of one rank during a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._base = device, 0
+
+    @contextmanager
+    def of_step(self, stage: int) -> Iterator[None]:
+        """Draw the seed of a step, and restore the global generators at its end."""
+        self._base = int(torch.randint(1 << 62, ()).item())
+        devices = [self.device] if self.device.type == "cuda" else []
+        with preserve_random_states(), torch.random.fork_rng(devices):
+            # modules that draw from these generators get other numbers on each stage and step
+            random.seed(self._mixed(0, stage))
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(self._mixed(1, stage) & 0xFFFFFFFF)
+            yield
+
+    def seed_event(self, micro_batch: int, event: int) -> None:
+        """Seed the generators for one event."""
+        seed = self._mixed(micro_batch + 2, event)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+
+    def _mixed(self, one: int, other: int) -> int:
+        mixed = (self._base ^ (one << 32 | other)) * _ODD & ((1 << 64) - 1)
+        return (mixed ^ mixed >> 29) & _BITS
+
+
+# Messages between two neighbouring stages, in one direction.
+#
+# A send never waits for the other stage, and a receive is posted before it is needed, so no order
+# of computations that a schedule gives can deadlock. Messages of a lane arrive in the order of
+# sending.
+
+
+class Lane:
+    """The messages between this rank and one other.
+
+    Args:
+        peer: Global rank of the other one.
+        tag: Distinguishes the lanes between two ranks.
+    """
+
+    def __init__(self, mesh: Mesh, group: Any, peer: int, tag: int) -> None:
+        self.mesh, self.group, self.peer, self.tag = mesh, group, peer, tag
+        self._sent: deque[list[tuple[Any, torch.Tensor]]] = deque()
+        self._expected: deque[tuple[list[torch.Tensor], list[Any]]] = deque()
+
+    def send(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Send a message of tensors; they must not be changed in place before it has left."""
+        flat = [tensor.detach().contiguous() for tensor in tensors]
+        works = [
+            self._try(lambda t=one: dist.isend(t, self.peer, self.group, self.tag)) for one in flat
+        ]
+        self._sent.append(list(zip(works, flat, strict=True)))
+
+    def expect(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Begin to receive the tensors of the next message."""
+        works = [
+            self._try(lambda b=buffer: dist.irecv(b, self.peer, self.group, self.tag))
+            for buffer in buffers
+        ]
+        self._expected.append((list(buffers), works))
+
+    def receive(self) -> list[torch.Tensor]:
+        """Wait for the oldest expected message, and return its tensors."""
+        buffers, works = self._expected.popleft()
+        for work in works:
+            self._try(work.wait)
+        return buffers
+
+    def settle(self, unfinished: int = 0) -> None:
+        """Wait until at most this many messages have not left."""
+        while len(self._sent) > unfinished:
+            for work, _ in self._sent.popleft():
+                self._try(work.wait)
+
+    def settle_oldest(self) -> None:
+        """Free the oldest message, which the other stage has answered."""
+        self.settle(max(len(self._sent) - 1, 0))
+
+    def _try(self, call: Any) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"pipeline: {self.mesh.name()} lost {self.mesh.name(self.peer)}, with which it "
+                f"exchanges activations: {error}"
+            ) from error
+
 
 _RECORDED_PARTS = {kind: part for part, kind in PARTS_OF_BACKWARD.items()} | {"F": 0}
 

@@ -5,7 +5,7 @@ example inputs are given, it is an atom of the model, in order of registration. 
 before units only, so that where an operation without parameters runs follows from them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -173,13 +173,19 @@ def divide_at(units: Sequence[Unit], cuts: Sequence[int], names: Sequence[str]) 
     """Divide units into stages that begin with the units of these numbers."""
     firsts, ends = [0, *cuts], [*cuts, len(units)]
     parts = tuple(tuple(units[a:b]) for a, b in zip(firsts, ends, strict=True))
+    return Partition(parts, held_by_stages(parts, names))
+
+
+def held_by_stages(
+    parts: Sequence[Sequence[Unit]], names: Iterable[str]
+) -> dict[str, frozenset[int]]:
+    """Return the stages that hold each parameter or buffer; those of no unit are on every stage."""
     held: dict[str, set[int]] = {}
     for stage, part in enumerate(parts):
         for unit in part:
             for name in unit.tensors:
                 held.setdefault(name, set()).add(stage)
-    every = frozenset(range(len(parts)))
-    return Partition(parts, {n: frozenset(held[n]) if n in held else every for n in names})
+    return {name: frozenset(held.get(name, range(len(parts)))) for name in names}
 
 
 def _best_cuts(units: Sequence[Unit], stages: int, fits: Fits) -> list[int]:

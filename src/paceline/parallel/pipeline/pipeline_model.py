@@ -1,6 +1,5 @@
 """A model in a pipeline: what the training loop may ask of it, and what the script calls."""
 
-import copy
 import functools
 import hashlib
 import inspect
@@ -15,24 +14,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ...comm.group_device import gather_equal
 from ...cost.pipeline import chunks_of
 from ..divided.divided_tensor import whole_outputs
 from ..mesh import DATA, STAGE, TENSOR
 from ..placement import empty_as
+from ..replicated.replica import LikePlainModule
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import Loss, TrainingStep
 from .atoms import tensor_names
+from .attributes import mark_kept
+from .execution.buckets import reduce_gradients
 from .execution.deferred_norms import DeferredNorms, is_deferred
-from .execution.gradient_exchange import reduce_gradients
 from .execution.micro_batches import LossComparisons, check_count, samples_of, sizes_of, split
-from .execution.schedule_choice import AUTO, Candidate, ScheduleChoice, candidates_for
-from .execution.schedules import DEFAULT, MICRO_BATCHES_OF_STAGE
-from .execution.sharded_parameters import ShardedParameters
-from .execution.sharded_states import ShardedStates, owners_of
+from .execution.schedules import (
+    AUTO,
+    DEFAULT,
+    MICRO_BATCHES_OF_STAGE,
+    Candidate,
+    ScheduleChoice,
+    candidates_for,
+)
+from .execution.sharded_parameters import ShardedParameters, ShardedStates, owners_of
 from .executor import Batch, Executor
-from .kept_attributes import mark_kept
 from .partition import Partition
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, check_hooks
@@ -42,7 +48,7 @@ from .trace import Skeleton
 MAX_PLANS = 256  # of different shapes and modes; then all are planned again
 
 
-class PipelinedModule(nn.Module):
+class PipelinedModule(LikePlainModule):
     """What the script calls: outputs on all ranks in evaluation, an error in training.
 
     Keys of ``state_dict`` and attributes are those of the plain model, of which each rank has a
@@ -68,33 +74,6 @@ class PipelinedModule(nn.Module):
                 "HINT: model(**inputs)"
             )
         return self._evaluate(options or args)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
-                raise
-            return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        is_own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
-        if module is not None and not is_own and hasattr(module, name):
-            setattr(module, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        plain: nn.Module = copy.deepcopy(self.module, memo)
-        return plain
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.state_dict(*args, **options)
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(*args, **options)
 
 
 def _loss_key(loss: Loss) -> Any:
@@ -297,7 +276,9 @@ class PipelineModel(DistributedModel):
             plan = plan_forward(trace, self.partition.held, virtual, self._has_example)
             self._plans[key] = plan
             own = range(self.mesh.place[STAGE], virtual, self._stages)
-            mark_kept(self.module, self.skeleton.kept, self.skeleton.atoms.names, plan, own)
+            run_here = {event.target for stage in own for _, event in plan.stages[stage].events}
+            atoms = run_here.intersection(self.skeleton.atoms.names)
+            mark_kept(self.module, self.skeleton.kept, atoms)
         return self._plans[key]
 
     def _check_kept(self) -> None:
@@ -343,15 +324,12 @@ class PipelineModel(DistributedModel):
         wires = [(n, plan.wires) for n, plan in plans.items()]
         content = repr((wires, sizes)).encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
-        device = self.skeleton.device
         executor = self._executor
         own = [
             *(int.from_bytes(digest, signed=True), executor.busy_ns, executor.train_ns),
             *(int(is_weighted), self._changed_grads()),
         ]
-        sent = torch.tensor(own, device=device)
-        every = [torch.empty_like(sent) for _ in range(self._stages)]
-        dist.all_gather(every, sent, group=executor.group)
+        every = gather_equal(torch.tensor(own, device=self.skeleton.device), executor.group)
         digests, busy, whole, weighted, changed = torch.stack(every).T.tolist()
         self._check_grads(changed)
         differing = [
@@ -458,7 +436,9 @@ class PipelineModel(DistributedModel):
             default = MICRO_BATCHES_OF_STAGE * self._stages
             return Candidate(self.schedule, self.micro_batches or default)
         if self._choice is None:
-            has_norms = any(isinstance(one, _BatchNorm) for one in self.skeleton.model.modules())
+            has_norms = any(
+                isinstance(module, _BatchNorm) for module in self.skeleton.model.modules()
+            )
             found = candidates_for(
                 *(self._stages, self.micro_batches, samples),
                 can_split=self._can_split,

@@ -93,7 +93,7 @@ def plan_forward(
         is_last = stage == stages - 1
         kept = {w.value for w in sent} | (set(_values(trace.leaves)) if is_last else set())
         parts.append(StagePlan(tuple(own), received, sent, _last_use(own, kept)))
-    outputs = tuple(_output_value(trace, leaf, held) for leaf in trace.leaves)
+    outputs = tuple(_output_value(trace, leaf) for leaf in trace.leaves)
     changes = {name: event.line for event in trace.events for name in event.changes}
     return ForwardPlan(tuple(parts), tuple(wires), trace.spec, trace.leaves, outputs, changes)
 
@@ -107,9 +107,7 @@ def _wire(trace: Trace, number: int, is_changed: bool) -> Wire:
     return Wire(number, value.shape, value.dtype, value.requires_grad, is_changed)
 
 
-def _output_value(
-    trace: Trace, leaf: Any, held: Mapping[str, frozenset[int]]
-) -> tuple[tuple[int, ...], torch.dtype] | None:
+def _output_value(trace: Trace, leaf: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     if not isinstance(leaf, Ref):
         return None
     if leaf.kind != "value":

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ...optim.gradients import graph_nodes
 from ...record.hooks.phases import has_users_hooks
 from .stage_plan import ForwardPlan, StagePlan, Wire
 from .trace import Event, Ref
@@ -91,7 +92,7 @@ def _run(stage: StageModule, event: Event, values: dict[int, Any]) -> None:
     target: Any = event.target
     if isinstance(target, str):
         target = stage.module.get_submodule(target)
-    with _context(event, stage):
+    with _context(event):
         out = target(*args, **options)
     results, _ = tree_flatten(out)
     if len(results) != len(event.results):
@@ -108,7 +109,7 @@ def _value(stage: StageModule, leaf: Any, values: Mapping[int, Any]) -> Any:
     return stage.tensors(leaf.key) if leaf.kind == "tensor" else stage.constants[leaf.key]
 
 
-def _context(event: Event, stage: StageModule) -> ExitStack:
+def _context(event: Event) -> ExitStack:
     """Return the context of gradients and autocast in which the model runs an event."""
     contexts = ExitStack()
     if event.with_grad != torch.is_grad_enabled():
@@ -168,13 +169,8 @@ def check_loss(loss: torch.Tensor, outputs: Any, stage: nn.Module) -> None:
     Such as a penalty over ``model.parameters()``, which would leave out those of other stages.
     """
     parameters = {id(parameter): name for name, parameter in stage.named_parameters()}
-    seen: set[Any] = {None, *(t.grad_fn for t in tree_leaves(outputs) if torch.is_tensor(t))}
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    ends = {t.grad_fn for t in tree_leaves(outputs) if torch.is_tensor(t)}
+    for node in graph_nodes([loss.grad_fn], ends):
         name = parameters.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise ValueError(
@@ -182,4 +178,3 @@ def check_loss(loss: torch.Tensor, outputs: Any, stage: nn.Module) -> None:
                 "and the last stage of a pipeline has only its own parameters. HINT: weight_decay "
                 "of the optimizer for a penalty; return what the loss needs from the forward"
             )
-        waiting.extend(following for following, _ in node.next_functions)

@@ -4,7 +4,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...cost.layout import Layout
-from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...optim.norms import GhostBatchNorm, GlobalBatchNorm
 from ..sharded.layouts import ShardingRequest
 from ..sharded.model_check import check_sharding
@@ -24,6 +23,7 @@ class Pipeline(ParallelStrategy):
     """
 
     axes = frozenset({"pp", "dp", "tp"})
+    unpredicted = "layout='zero3', whose memory is predicted"
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)
@@ -91,11 +91,3 @@ class Pipeline(ParallelStrategy):
         from .divide_model import divide_model  # it imports much that other layouts do not need
 
         return divide_model(model, optimizer, self.request, self._tensor)
-
-    @classmethod
-    def predict_memory(
-        cls, step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
-    ) -> LayoutMemory:
-        raise ValueError(
-            "the memory of pipeline stages can't be predicted yet. HINT: layout='zero3'"
-        )

@@ -29,10 +29,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.sampling.sample_order import preserve_random_states
-from ..attributes import SIMPLE, Content, contents
 from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..placement import empty_as
 from .atoms import Atoms, tensors_by_name
+from .attributes import SIMPLE, Content, contents
 
 # what they do belongs to a tensor of one stage, and is not repeated
 _OF_ONE_TENSOR = (
@@ -142,9 +142,11 @@ class Trace:
     @property
     def output_bytes(self) -> int:
         """Bytes of the outputs."""
-        numbers = {one.key for one in self.leaves if isinstance(one, Ref) and one.kind == "value"}
+        numbers = {
+            leaf.key for leaf in self.leaves if isinstance(leaf, Ref) and leaf.kind == "value"
+        }
         outputs = [self.values[number] for number in numbers]
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in outputs)
+        return sum(math.prod(output.shape) * output.dtype.itemsize for output in outputs)
 
 
 class Skeleton:
@@ -436,12 +438,12 @@ class _Recording(TorchFunctionMode):
         of_model |= self._sharing([self._tensors[n] for n in changed])
         by_data = [one for one, version in self._data if one._version != version]
         of_model |= self._sharing([*by_data, *self._replaced])
-        if not changed and not of_model and not any(torch.is_tensor(one) for one in results):
+        if not changed and not of_model and not any(torch.is_tensor(result) for result in results):
             return out
         number = len(self.events)
         if changed:
             self.changes.append(Change(number, tuple(changed)))
-        numbers = [self._result(one, number) for one in results]
+        numbers = [self._result(result, number) for result in results]
         self.events.append(
             Event(
                 *(

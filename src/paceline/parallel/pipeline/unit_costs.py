@@ -1,4 +1,4 @@
-"""Measured costs of the units of a model: time of forward and backward, bytes of activations.
+"""Costs of a model's units: measured time and activations, and predicted memory of the stages.
 
 Each unit runs alone, as if it were a stage, on a copy of its modules, so that the measurement
 changes neither the model, nor gradients, hooks or random numbers.
@@ -6,7 +6,7 @@ changes neither the model, nor gradients, hooks or random numbers.
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...comm.group_device import exchangeable
 from ...data.sampling.sample_order import preserve_random_states
-from .partition import Unit
+from .partition import Partition, Unit, held_by_stages
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, run_backward, run_forward
 from .trace import Skeleton, Trace
 
+# of each micro-batch, put together, and an intermediate tensor of the loss
+COMPARED_OUTPUTS = 3
 LONG_S = 1.0  # of a unit, from which on the first measurement counts
 REPEATS = 3  # after one that is not measured; the shortest counts
 MIN_SECONDS = 0.02  # of the whole model: a shorter one consists of calls rather than of computing
@@ -54,13 +57,13 @@ def measure_units(
     found: list[UnitCost] = []
     if _can_be_copied(model, skeleton):
         try:
-            held = _held(parts, skeleton)
+            held = held_by_stages(parts, skeleton.by_name)
             plan = plan_forward(trace, held, len(parts), has_example=True)
             with _unchanged_generators(skeleton.device), torch.enable_grad():
                 found = _measure(model, skeleton, plan, _without_values(inputs, skeleton.device))
         except Exception:  # of any code of the user's model
             found = []
-    return _agreed(units, parts, found, skeleton.device)
+    return _agreed(parts, found, skeleton.device)
 
 
 @contextmanager
@@ -71,7 +74,7 @@ def _unchanged_generators(device: torch.device) -> Iterator[None]:
 
 
 def _agreed(
-    units: Sequence[Unit], parts: Sequence[list[Unit]], found: list[UnitCost], device: torch.device
+    parts: Sequence[list[Unit]], found: list[UnitCost], device: torch.device
 ) -> list[Unit] | None:
     """Return the units with the mean costs of all ranks; None if one could not measure."""
     costs = found or [UnitCost(0.0, 0.0)] * len(parts)
@@ -104,20 +107,10 @@ def _parts(units: Sequence[Unit]) -> list[list[Unit]]:
     return parts
 
 
-def _held(parts: Sequence[list[Unit]], skeleton: Skeleton) -> dict[str, frozenset[int]]:
-    held: dict[str, set[int]] = {}
-    for number, part in enumerate(parts):
-        for unit in part:
-            for name in unit.tensors:
-                held.setdefault(name, set()).add(number)
-    every = frozenset(range(len(parts)))
-    return {n: frozenset(held[n]) if n in held else every for n in skeleton.by_name}
-
-
 def _can_be_copied(model: nn.Module, skeleton: Skeleton) -> bool:
     """Return whether a copy of each atom computes with its own parameters."""
     atoms = [model.get_submodule(name) for name in skeleton.atoms.names]
-    return not any("forward" in vars(one) for atom in atoms for one in atom.modules())
+    return not any("forward" in vars(module) for atom in atoms for module in atom.modules())
 
 
 def _without_values(inputs: Any, device: torch.device) -> Any:
@@ -159,7 +152,7 @@ class _Copies:
 
     def every_tensor(self) -> list[torch.Tensor]:
         modules = self._modules.values()
-        of_modules = [t for one in modules for t in (*one.parameters(), *one.buffers())]
+        of_modules = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         return [*of_modules, *self._tensors.values()]
 
 
@@ -218,3 +211,62 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
         """Return the bytes without those of the parameters and buffers."""
         own = {StorageWeakRef(t.untyped_storage()) for t in model.every_tensor()}
         return sum(size for storage, size in self._sizes.items() if storage not in own)
+
+
+class StageMemory:
+    """The bytes that a stage needs: parameters, gradients, optimizer states and activations.
+
+    Args:
+        tensors: Parameters and buffers of the whole model, by name.
+        held: Micro-batches whose activations each stage holds at the same time.
+        optimizer: None if the script has none.
+        shards: Replicas of a stage that hold parts of the optimizer's states.
+        has_shards: Whether they hold shards of the parameters as well, beside the whole ones.
+        outputs: Bytes of the outputs of a whole batch, which the last stage has.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        held: Sequence[int],
+        optimizer: Optimizer | None,
+        shards: int = 1,
+        has_shards: bool = False,
+        outputs: float = 0.0,
+    ) -> None:
+        self._held, self._outputs = held, outputs
+        # of a trained parameter: it, its gradient, its states
+        copies = 2 + (_states(optimizer) + has_shards) / shards
+        self._nbytes = {
+            name: tensor.nbytes * (copies if tensor.requires_grad else 1)
+            for name, tensor in tensors.items()
+        }
+
+    def of(self, stage: int, units: Sequence[Unit]) -> int:
+        """Return the predicted bytes of a stage with these units."""
+        names = {name for unit in units for name in unit.tensors}
+        needed = self._held[stage] * sum(unit.activations for unit in units)
+        if stage == len(self._held) - 1:
+            # all outputs are kept where the loss of a batch is compared with its micro-batches'
+            needed = max(needed + self._outputs, COMPARED_OUTPUTS * self._outputs)
+        return int(sum(self._nbytes[n] for n in names) + needed)
+
+    def of_stages(self, partition: Partition) -> list[int]:
+        """Return the predicted bytes of each stage."""
+        return [self.of(stage, units) for stage, units in enumerate(partition.units)]
+
+
+def _states(optimizer: Optimizer | None) -> int:
+    """Return how many tensors as large as a parameter an optimizer keeps for it, at most."""
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, SGD):
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    return 2  # of Adam
+
+
+def held_micro_batches(schedule: str, stages: int, count: int) -> list[int]:
+    """Return how many micro-batches each stage holds between their forward and their backward."""
+    if schedule == "gpipe":
+        return [count] * stages
+    return [min(stages - stage, count) for stage in range(stages)]

@@ -11,21 +11,316 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import names_in, recomputed_blocks
-from .host_activations import activations_on_host
-from .plan import Plan
+from ..memory_budget import activation_bytes, free_bytes
+from .host_activations import (
+    MAX_LEAVING_BYTES,
+    activations_on_host,
+    is_movable,
+    leaving_storages,
+    now,
+    seconds_per_byte,
+)
 from .replay import ReplayedBuffers, is_product, works_in_place
+
+# How each block runs under ``recompute="auto"``: measured in the first forward with gradients.
+
+GRID_CELLS = 4096  # bytes are rounded up to this fraction of the budget
+
+
+class Way(NamedTuple):
+    """One way to run a block.
+
+    Attributes:
+        kept: Bytes kept from forward to backward.
+        again: Bytes that are added during its backward, recomputed or copied from the host.
+        cost: Seconds of recomputation, or of copies to the host and back.
+    """
+
+    name: str
+    kept: int
+    again: int
+    cost: float
+
+
+class Choice(NamedTuple):
+    """The ways of all blocks, in the order of forward, and the seconds they recompute."""
+
+    names: tuple[str, ...]
+    cost: float
+
+
+def peak_bytes(ways: Sequence[Way]) -> int:
+    """Return the largest sum of the blocks' activations during forward and backward.
+
+    When a block runs its backward, those after it have released their activations.
+    """
+    kept = peak = 0
+    for way in ways:
+        kept += way.kept
+        peak = max(peak, kept + way.again)
+    return peak
+
+
+def least_bytes(blocks: Sequence[Sequence[Way]]) -> int:
+    """Return the smallest peak of any choice."""
+    low, high = 0, peak_bytes([ways[0] for ways in blocks])
+    high = max(high, sum(max(way.kept + way.again for way in ways) for ways in blocks))
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(blocks, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(blocks: Sequence[Sequence[Way]], budget: int) -> bool:
+    kept = 0
+    for ways in blocks:
+        fitting = [way.kept for way in ways if kept + way.kept + way.again <= budget]
+        if not fitting:
+            return False
+        kept += min(fitting)
+    return True
+
+
+def choose_ways(blocks: Sequence[Sequence[Way]], budget: int) -> Choice | None:
+    """Return the choice with the least recomputation whose peak is at most ``budget`` bytes.
+
+    A dynamic programme over the blocks in the order of forward. PyTorch's own choice
+    (``torch.distributed._tools.sac_ilp``) needs the package pulp.
+
+    Returns:
+        None if no choice fits.
+    """
+    cell = max(budget // GRID_CELLS, 1)
+    # kept bytes, rounded up: the cheapest choice that keeps so many, and its bytes
+    states: dict[int, tuple[float, int, tuple[str, ...]]] = {0: (0.0, 0, ())}
+    for ways in blocks:
+        following: dict[int, tuple[float, int, tuple[str, ...]]] = {}
+        for cost, kept, names in states.values():
+            for way in ways:
+                total = kept + way.kept
+                if total + way.again > budget:
+                    continue
+                entry = (cost + way.cost, total, (*names, way.name))
+                key = -(-total // cell)
+                if key not in following or entry < following[key]:
+                    following[key] = entry
+        states = _without_dominated(following)
+    if not states:
+        # Two choices in one cell: the cheaper one may keep some bytes too many for what follows.
+        return _least_choice(blocks, budget)
+    cost, _, names = min(states.values())
+    return Choice(names, cost)
+
+
+def _least_choice(blocks: Sequence[Sequence[Way]], budget: int) -> Choice | None:
+    kept, cost, names = 0, 0.0, []
+    for ways in blocks:
+        fitting = [way for way in ways if kept + way.kept + way.again <= budget]
+        if not fitting:
+            return None
+        way = min(fitting, key=lambda way: (way.kept, way.cost))
+        kept, cost = kept + way.kept, cost + way.cost
+        names.append(way.name)
+    return Choice(tuple(names), cost)
+
+
+def _without_dominated(
+    states: dict[int, tuple[float, int, tuple[str, ...]]],
+) -> dict[int, tuple[float, int, tuple[str, ...]]]:
+    """Return the states without those that cost no less than one that keeps fewer bytes."""
+    found: dict[int, tuple[float, int, tuple[str, ...]]] = {}
+    cheapest = float("inf")
+    for key in sorted(states):
+        if states[key][0] < cheapest:
+            cheapest = states[key][0]
+            found[key] = states[key]
+    return found
+
+
+GIB = 1 << 30
+HOST_SHARE = 0.5  # of the host's free memory that activations may take
+LEAVING_SHARE = 0.125  # of the budget that copies to the host may hold
+
+
+class Block(Protocol):
+    """A block whose way is chosen."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    way: str
+    plan: "Plan | None"
+
+
+_WORDS = {
+    "keep": "kept",
+    "host": "moved to the host's memory",
+    "selective": "recomputed in part",
+    "blocks": "recomputed",
+}
+
+
+class Plan:
+    """How each block runs under "auto": measured in the first forward with gradients.
+
+    Without a budget in GiB it is what the first forward leaves of the rank's memory.
+    """
+
+    def __init__(
+        self, memory_budget: float | None, held_gib: float, say_once: Callable[[str], None]
+    ) -> None:
+        self._held_gib, self._say_once = held_gib, say_once
+        self._budget: int | None = None  # of activations
+        if memory_budget is not None:
+            self._budget = int((memory_budget - held_gib) * GIB)
+        self._measured: dict[Block, list[Way]] = {}
+        self.is_decided = False
+
+    def measure(self, block: Block, args: Any, options: Any) -> None:
+        """Add a call of a block to the measurements. It runs once more, and keeps nothing."""
+        found = _measure(block, args, options)
+        before = self._measured.get(block, found[:0])
+        self._measured[block] = [
+            Way(a.name, a.kept + b.kept, max(a.again, b.again), a.cost + b.cost)
+            for a, b in zip(before, found, strict=False)
+        ] or found
+
+    def decide(self, model: nn.Module, _: Any, output: Any) -> None:
+        """Choose the ways of the blocks at the end of the first forward of the model."""
+        if self.is_decided or not self._measured:
+            return
+        ways = _within_host_memory(list(self._measured.values()))
+        budget, source = self._budget, ""
+        if budget is None:
+            budget = activation_bytes(model, _device_of(output))
+            source = f"; {budget / GIB:.4g} GiB of the rank's memory are available for them"
+            budget = max(budget, least_bytes(ways))
+        choice = _choose(ways, budget, _device_of(output))
+        if choice is None:
+            least, held = least_bytes(ways) / GIB, self._held_gib
+            beside = (
+                f", beside {held:.4g} GiB of parameters, gradients and optimizer states"
+                if held
+                else ""
+            )
+            raise ValueError(
+                f"world.distribute: memory_budget={budget / GIB + held:.4g} GiB is below "
+                f"what the activations of {counted(len(ways), 'block')} take if all are "
+                f"recomputed, {least:.4g} GiB{beside}. HINT: "
+                f"memory_budget={(least + held) * 1.01:.4g}, or a smaller batch"
+            )
+        for block, name in zip(self._measured, choice.names, strict=True):
+            block.way, block.plan = name, None
+        self.is_decided = True
+        counts = ((choice.names.count(name), text) for name, text in _WORDS.items())
+        text = ", ".join(f"{count} {words}" for count, words in counts if count)
+        blocks = counted(len(ways), "block")
+        self._say_once(f"recompute='auto': activations of {blocks}: {text}{source}")
+        self._measured.clear()
+
+
+def _choose(blocks: list[list[Way]], budget: int, device: torch.device) -> Choice | None:
+    """Return the choice of ways; with "host", what is on its way there is part of the budget."""
+    choice = choose_ways(blocks, budget)
+    if choice is None or "host" not in choice.names:
+        return choice
+    leaving = leaving_storages(device)
+    leaving.limit = min(MAX_LEAVING_BYTES, int(LEAVING_SHARE * budget))
+    without = [[way for way in ways if way.name != "host"] for ways in blocks]
+    return choose_ways(blocks, budget - leaving.limit) or choose_ways(without, budget) or choice
+
+
+def _within_host_memory(blocks: list[list[Way]]) -> list[list[Way]]:
+    """Return the ways of the blocks, without "host" if the host has no memory for all of them."""
+    moved = sum(way.again for ways in blocks for way in ways if way.name == "host")
+    if moved <= HOST_SHARE * free_bytes(torch.device("cpu")):
+        return blocks
+    return [[way for way in ways if way.name != "host"] for ways in blocks]
+
+
+def _device_of(output: Any) -> torch.device:
+    """Return the device of the tensors; a GPU if any of them is on one."""
+    devices = [leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+
+
+def _measure(block: Block, args: Any, options: Any) -> list[Way]:
+    """Return bytes and seconds of the ways to run a block with these arguments."""
+    outside = {_storage(t) for t in block.module.parameters()}
+    inputs = {_storage(t): t for t in tree_leaves((args, options)) if isinstance(t, torch.Tensor)}
+    # The storages are held until the end: the address of a freed one is used again.
+    saved: dict[int, torch.UntypedStorage] = {}
+    moved: dict[int, int] = {}  # bytes of the storages that "host" moves
+    nothing = torch.empty(0)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in outside:
+            saved[_storage(tensor)] = tensor.untyped_storage()
+            if is_movable(tensor):
+                moved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return nothing
+
+    device = _device_of((args, options))
+    replayed, products = ReplayedBuffers(block.module), _Products(device)
+    devices = sorted({t.device.index for t in inputs.values() if t.device.type == "cuda"})
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    if device.type != "cpu":  # libraries load kernels and choose algorithms in the first call
+        with torch.random.fork_rng(devices=devices), replayed.second_forward(), torch.no_grad():
+            block.forward(*args, **options)
+    start = now(device)
+    with torch.random.fork_rng(devices=devices), replayed.second_forward(), hooks, products:
+        block.forward(*args, **options)
+    seconds = now(device) - start
+    total = sum(storage.nbytes() for storage in saved.values())
+    kept = sum(t.untyped_storage().nbytes() for key, t in inputs.items() if key not in outside)
+    ways = [Way("keep", total, 0, 0.0), Way("blocks", kept, total, seconds)]
+    if not works_in_place(block.module):
+        rest = max(seconds - products.seconds, 0.0)
+        ways.append(Way("selective", kept + products.nbytes, total, rest))
+    if moved:  # as if no copy overlapped with computing
+        moved_bytes = sum(moved.values())
+        seconds = moved_bytes * seconds_per_byte(device)
+        ways.append(Way("host", total - moved_bytes, moved_bytes, seconds))
+    return ways
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Products(TorchDispatchMode):
+    """Bytes and seconds of the operators that selective recomputation keeps."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.nbytes, self.seconds = device, 0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kept = is_product(func, args, kwargs or {})
+        start = now(self.device) if kept else 0.0
+        output = func(*args, **(kwargs or {}))
+        if kept:
+            self.seconds += now(self.device) - start
+            self.nbytes += sum(t.nbytes for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+        return output
+
 
 WAYS = ("blocks", "selective", "auto")
 

@@ -19,7 +19,7 @@ import inspect
 import operator
 import sys
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,13 +34,62 @@ _DCP_MODULE = "torch.distributed.checkpoint.state_dict"
 replicas: weakref.WeakSet["FixedBuckets"] = weakref.WeakSet()
 
 
-class FixedBuckets(DistributedDataParallel):
+class LikePlainModule(nn.Module):
+    """A module around the script's: attributes and keys of ``state_dict`` are those of that one.
+
+    Attributes:
+        module: The script's module.
+        has_private_names: Whether names that begin with "_" are always those of the outer module.
+    """
+
+    module: nn.Module
+    has_private_names: ClassVar[bool] = False
+
+    def _inner(self) -> nn.Module | None:
+        """Return the script's module; None before it is set."""
+        inner: nn.Module | None = self.__dict__.get("_modules", {}).get("module")
+        return inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._inner()
+            if module is None or name.startswith("_"):
+                raise
+        return self._attribute_of(module, name)
+
+    def _attribute_of(self, module: nn.Module, name: str) -> Any:
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module, is_private = self._inner(), self.has_private_names and name.startswith("_")
+        is_own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
+        if module is not None and not is_own and not is_private and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        plain: nn.Module = copy.deepcopy(self.module, memo)
+        return plain
+
+
+class FixedBuckets(LikePlainModule, DistributedDataParallel):
     """DDP whose bucket layout is final from the start.
 
     Attributes:
         is_armed: Whether a forward waits for the backward that synchronizes its gradients.
         has_run: Whether there was a forward whose gradients are synchronized.
     """
+
+    has_private_names = True
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         self.is_armed = self.has_run = False
@@ -83,7 +132,7 @@ class FixedBuckets(DistributedDataParallel):
         address = bucket.untyped_storage().data_ptr()
         if address not in self._buckets:
             gradients = (p.grad for p in self.module.parameters() if p.grad is not None)
-            if all(one.untyped_storage().data_ptr() != address for one in gradients):
+            if all(gradient.untyped_storage().data_ptr() != address for gradient in gradients):
                 return
             self._buckets.add(address)
         self.is_armed = False
@@ -100,32 +149,15 @@ class FixedBuckets(DistributedDataParallel):
 
     # Like the plain model
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
-                raise
+    def _attribute_of(self, module: nn.Module, name: str) -> Any:
         if name in own_methods(module):
             return functools.partial(self._call_method, name)
-        return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        is_own = name in self.__dict__ or name.startswith("_") or hasattr(type(self), name)
-        if module is not None and not is_own and name != "module" and hasattr(module, name):
-            setattr(module, name, value)
-        else:
-            super().__setattr__(name, value)
+        return super()._attribute_of(module, name)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__") == _DCP_MODULE:
-            return super().state_dict(*args, **options)
-        return self.module.state_dict(*args, **options)
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(*args, **options)
+            return DistributedDataParallel.state_dict(self, *args, **options)
+        return super().state_dict(*args, **options)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Accept the keys of ``state_dict`` where this is a part of another module."""
@@ -134,10 +166,6 @@ class FixedBuckets(DistributedDataParallel):
             if not inner.startswith("module."):
                 state_dict[f"{prefix}module.{inner}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        plain: nn.Module = copy.deepcopy(self.module, memo)
-        return plain
 
     def __copy__(self) -> nn.Module:
         plain: nn.Module = copy.copy(self.module)

@@ -52,7 +52,7 @@ def _description(plan: Materialization) -> str:
     """Return names, shapes, dtypes and places of all tensors: what must be equal on all ranks."""
     return repr(
         [
-            (storage.nbytes, [(one.name, one.view[2:]) for one in storage.tensors])
+            (storage.nbytes, [(tensor.name, tensor.view[2:]) for tensor in storage.tensors])
             for storage in plan.storages
         ]
     )
@@ -60,7 +60,9 @@ def _description(plan: Materialization) -> str:
 
 def _check_buffers(storage: DeferredStorage) -> None:
     """Raise ValueError for a buffer in the memory of a parameter, which sharding moves."""
-    is_parameter = {one.name: isinstance(one.tensor, nn.Parameter) for one in storage.tensors}
+    is_parameter = {
+        tensor.name: isinstance(tensor.tensor, nn.Parameter) for tensor in storage.tensors
+    }
     owner = next((name for name, is_one in is_parameter.items() if is_one), None)
     buffer = next((name for name, is_one in is_parameter.items() if not is_one), None)
     if owner is not None and buffer is not None:
@@ -86,7 +88,7 @@ def compute_shards(
         device: Device of the collectives, and of buffers.
         group: The ranks that share the model; None: all.
     """
-    names = {one.name for storage in plan.storages for one in storage.tensors}
+    names = {tensor.name for storage in plan.storages for tensor in storage.tensors}
     for name in names & sharded.keys():  # all first, so that freed tensors leave no gaps between
         _allocate(sharded[name], device)
 
@@ -149,7 +151,7 @@ def _broadcast(
 
 
 def _has_buffers(storage: DeferredStorage) -> bool:
-    return any(not isinstance(one.tensor, nn.Parameter) for one in storage.tensors)
+    return any(not isinstance(tensor.tensor, nn.Parameter) for tensor in storage.tensors)
 
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -5,30 +5,201 @@ states, as distributed tensors. FSDP gathers the whole parameters of a block bef
 reduces and scatters its gradients in its backward.
 """
 
-from typing import Any
+import functools
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...comm.members.exchange_objects import all_gather_objects
+from ...comm.shared.memory import sharing_domain
+from ...cost.layout import Layout
+from ...record.hooks.collective_check import SAME_BLOCKS, block_in
 from ...record.hooks.sharded.block_labels import whole_gradient
 from ..blocks import gathered_blocks, names_in
 from ..materialization import Materialization
-from ..mesh import Mesh
+from ..mesh import DATA, Mesh
+from ..replicated.replica import has_tensor, own_methods
 from ..strategy.distributed_model import DistributedModel
 from .block_usage import BlockUsage, groups_of
 from .deferred_shards import compute_shards
-from .errors import explain
-from .forward_methods import wrap_methods
 from .layouts import ShardingRequest
-from .meshes import data_mesh
 from .optimizer_parameters import replace_parameters
 from .replication import BufferSync, broadcast_model
+
+# FSDP's hooks on tensors of which each rank holds a part.
+#
+# FSDP gathers a block's parameters when the gradient of its output arrives, and reduces their
+# gradients after that of its input. A tensor that shows the shape of the whole carries its
+# gradient in ``local``, so FSDP's hooks belong there.
+
+
+class PartOfTensor(Protocol):
+    """A tensor of which ``local`` is this rank's part."""
+
+    local: torch.Tensor
+
+    def like(self, local: torch.Tensor) -> Any: ...
+
+
+def hook_parts(model: nn.Module, kind: type[PartOfTensor]) -> None:
+    """Let the hooks of all blocks of a sharded model see the parts of tensors of a kind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            state._register_pre_backward_hook = _on_parts(state._register_pre_backward_hook, kind)
+            for group in groups_of(state):
+                own: Any = group
+                own._register_post_backward_hook = _on_parts(own._register_post_backward_hook, kind)
+
+
+def _on_parts(register: Callable[..., Any], kind: type[PartOfTensor]) -> Callable[..., Any]:
+    """Return a function that registers hooks on parts, and returns what it was given."""
+
+    @functools.wraps(register)
+    def on_parts(*given: Any) -> Any:
+        leaves, structure = tree_flatten(given)
+        if not any(isinstance(leaf, kind) for leaf in leaves):
+            return register(*given)
+        opened = [leaf.local if isinstance(leaf, kind) else leaf for leaf in leaves]
+        found, structure = tree_flatten(register(*tree_unflatten(opened, structure)))
+        closed = [_closed(*both, kind) for both in zip(leaves, found, strict=True)]
+        return tree_unflatten(closed, structure)
+
+    return on_parts
+
+
+def _closed(before: Any, after: Any, kind: type[PartOfTensor]) -> Any:
+    """Return a leaf as it was before, with what FSDP has made of its part."""
+    if not isinstance(before, kind):
+        return after
+    return before if after is before.local else before.like(after)
+
+
+# The mesh of ranks over which a model is sharded.
+
+# By the ranks of a world: one for all its models, with its groups
+_meshes: WeakKeyDictionary[Mesh, dict[tuple[str, int | str | None], DeviceMesh]]
+_meshes = WeakKeyDictionary()
+
+
+def data_mesh(device: torch.device, layout: Layout, mesh: Mesh) -> DeviceMesh:
+    """Return a mesh of the data ranks, or of replicas and the ranks that share one. Collective.
+
+    Ranks that share samples have whole models, and are in it.
+
+    Raises:
+        ValueError: Each node is to hold a replica, and nodes have different numbers of ranks.
+    """
+    if mesh.divides_model:
+        return mesh.device_mesh(device.type)[DATA]
+    known, key = _meshes.setdefault(mesh, {}), (device.type, layout.shards)
+    if key not in known:
+        known[key] = _new_mesh(device, layout.shards)
+    return known[key]
+
+
+def _new_mesh(device: torch.device, shards: int | str | None) -> DeviceMesh:
+    size = dist.get_world_size()
+    if shards is None:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    if isinstance(shards, int):
+        whole = torch.arange(size).view(-1, shards)
+        return DeviceMesh(device.type, whole, mesh_dim_names=("replicate", "shard"))
+    hosts = all_gather_objects(sharing_domain(), str)
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(map(str, counts.values()))
+        raise ValueError(
+            f"world.distribute: shard_over='host' needs the same number of ranks on each host; "
+            f"these have {shown}. HINT: shard_over='job'"
+        )
+    if len(counts) == 1:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    ranks = [[rank for rank in range(size) if hosts[rank] == host] for host in counts]
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+# Methods of a model that compute like its forward: gather the parameters around them too.
+#
+# FSDP gathers a block's parameters around ``forward`` only. A method of the model's own class
+# that is called with a tensor (``model.encode(x)``) runs between the same hooks, unless it is
+# called from the forward itself.
+
+
+def wrap_methods(module: FSDPModule) -> None:
+    """Let methods of the module's own class gather the parameters when called with a tensor."""
+    for name in own_methods(module):
+        plain = getattr(module, name)
+        register_fsdp_forward_method(module, name)  # type: ignore[arg-type]
+        gathering = getattr(module, name)
+        setattr(module, name, _choosing(module, plain, gathering))
+
+
+def _choosing(
+    module: FSDPModule, plain: Callable[..., Any], gathering: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def method(*args: Any, **options: Any) -> Any:
+        # within a forward of this module its parameters are whole
+        is_inside = module._get_fsdp_state()._training_state == TrainingState.FORWARD
+        gathers = has_tensor(args, options) and not is_inside
+        return (gathering if gathers else plain)(*args, **options)
+
+    return method
+
+
+# Causes of errors of sharded models.
+
+_AVERAGE = "average = [p.detach().clone() for p in model.parameters()] after world.distribute"
+# of the exchange in shared memory
+_MISMATCH_PHRASE = "ranks call different collectives"
+
+
+def explain(error: BaseException) -> str | None:
+    """Return the cause of an error of a sharded model, and what to do; None for other errors."""
+    text = str(error)
+    if "mixed torch.Tensor and DTensor" in text:
+        return (
+            "an operation outside of a forward used a sharded parameter together with a whole "
+            "tensor. HINT: compute it inside model(...), or in a method of the model that has a "
+            f"tensor among its arguments; to average weights, {_AVERAGE}"
+        )
+    if "FSDP does not support deepcopy" in text or ("pickle" in text and ".FSDP" in text):
+        return (
+            "a sharded model can't be copied or pickled as a whole, because each rank has only "
+            f"its shards. HINT: to average weights, {_AVERAGE}; to save them in one file, "
+            "world.epochs(checkpoint=FOLDER), then `paceline convert FOLDER model.safetensors`"
+        )
+    if "setStorage" in text and "of size 0" in text:
+        return (
+            "a backward needs parameters of a sharded block that another backward of the same "
+            "forward has released, such as torch.autograd.grad(..., create_graph=True) for a "
+            "gradient penalty. HINT: layout='data'"
+        )
+    if _MISMATCH_PHRASE in text:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        block = next((found for frame in reversed(frames) if (found := block_in(frame))), None)
+        if block is not None:
+            what = text.partition(". HINT: ")[0].strip().splitlines()[0]
+            return f"{what}; this rank gathers or reduces {block[1]}. HINT: {SAME_BLOCKS}"
+    return None
 
 
 class FullyShardedModel(DistributedModel):
@@ -84,7 +255,9 @@ class FullyShardedModel(DistributedModel):
         return self.shards
 
     def block_of(self, name: str) -> str:
-        return max((one for one in self.blocks if name.startswith(f"{one}.")), key=len, default="")
+        return max(
+            (block for block in self.blocks if name.startswith(f"{block}.")), key=len, default=""
+        )
 
     def explain(self, error: BaseException) -> str | None:
         return explain(error) or super().explain(error)

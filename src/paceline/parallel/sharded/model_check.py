@@ -1,16 +1,17 @@
-"""Check that a model can be sharded, before anything is changed."""
+"""Check that a model and its optimizer can be sharded, before anything is changed."""
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from ...optim.gradients import parameters_of
 from ...record.hooks.phases import has_users_hooks
 from ..blocks import gathered_blocks
 from .layouts import ShardingRequest
-from .optimizer_check import check_optimizer
 
 
 def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: ShardingRequest) -> None:
@@ -107,4 +108,28 @@ def _check_dtypes(block: str, module: nn.Module) -> None:
         raise ValueError(
             f"world.distribute: the trained parameters of {block or 'the model'} have several "
             f"dtypes: {shown}. HINT: use one dtype, such as model.float()"
+        )
+
+
+# Optimizers of PyTorch whose step fails with shards (distributed tensors), or gives each rank
+# another result than one process has: they use all elements of a parameter, or of all parameters.
+NEEDS_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer, layout: str) -> None:
+    """Raise ValueError for an optimizer of other parameters, or one that needs whole ones."""
+    kind = type(optimizer).__name__
+    known = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in known for parameter in parameters_of(optimizer)):
+        raise ValueError(
+            f"world.distribute: the {kind} holds none of the model's "
+            "parameters. HINT: create the optimizer for model.parameters(), before model, "
+            "optimizer = world.distribute(model, optimizer)"
+        )
+    found = (getattr(torch.optim, name, None) for name in NEEDS_WHOLE_PARAMETERS)
+    kinds = tuple(filter(None, found))  # Muon is not in older versions of PyTorch
+    if isinstance(optimizer, kinds):
+        raise ValueError(
+            f"world.distribute: {kind} can't update the shards of layout={layout!r}: its step "
+            "needs whole parameters. HINT: layout='data', or another optimizer, such as AdamW"
         )

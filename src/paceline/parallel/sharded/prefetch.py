@@ -20,7 +20,9 @@ def prefetch_blocks(model: nn.Module, count: int) -> None:
     which the blocks ran. On a CPU it waits for each gather where it is launched, so the gathers
     become asynchronous here.
     """
-    modules: list[FSDPModule] = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    modules: list[FSDPModule] = [
+        module for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     orders = (modules, [*modules[:1], *reversed(modules[1:])])  # the model's backward comes first
     for at in range(len(modules)):
         forward, backward = (order[at + 1 : at + 1 + count] for order in orders)
@@ -31,7 +33,7 @@ def prefetch_blocks(model: nn.Module, count: int) -> None:
 
 
 def _computes_on_cpu(model: nn.Module) -> bool:
-    shards = (one for one in model.parameters() if isinstance(one, DTensor))
+    shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
     return any(one.device_mesh.device_type == "cpu" for one in shards)
 
 

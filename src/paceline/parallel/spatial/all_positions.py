@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ..divided.attention import multi_head_attention
 from ..divided.divided_tensor import NO_RULE
-from .losses import own_random_numbers
+from .layers import own_random_numbers
 from .split_tensor import SplitTensor, rule_for, say_gathered
 
 _OF_ONE_DIM = "fft ifft rfft irfft hfft ihfft"

@@ -18,7 +18,6 @@ from .windows import (
     check_positions,
     empty_result,
     gather_rows,
-    local_shape,
     output_parts,
     sizes,
     whole_shape,
@@ -217,11 +216,7 @@ def convolution(
     groups: int = 1,
 ) -> Any:
     """Convolve; its padding is zeros at the borders of the whole sample."""
-    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
-        raise refused("a convolution with the kernel from a tensor", ".whole() first")
-    count = weight.dim() - 2
-    lead = values.dim() - count
-    check_positions(values, lead)
+    count, lead = _positions(values, weight)
     shape = whole_shape(func, values, weight, bias, stride, padding, dilation, groups)
     stride, dilation = sizes(stride, count), sizes(dilation, count)
     if padding == "same":
@@ -231,31 +226,45 @@ def convolution(
         numbers = sizes(0 if padding == "valid" else padding, count)
         around = [(one, one) for one in numbers]
     parts = output_parts(values, shape)
-    asked = {}
+    ranges = {}
     for i, (before, after) in enumerate(around):
         how = (weight.size(i + 2), stride[i], before, dilation[i])
         if lead + i in parts:
-            asked[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
+            ranges[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
         elif before != after:  # "same" with an even kernel
-            asked[lead + i] = [(-before, values.size(lead + i) + after)]
-    wanted = local_shape(values, shape, parts)
-    asked = dict(sorted(asked.items(), key=lambda one: one[0] in parts))  # divided dims last
+            ranges[lead + i] = [(-before, values.size(lead + i) + after)]
+    wanted = values.groups.local_shape(shape, parts)
+    ranges = dict(sorted(ranges.items(), key=lambda one: one[0] in parts))  # divided dims last
     if 0 in wanted[lead:]:
-        read = Windowed(values, asked)
+        read = Windowed(values, ranges)
         return values.like(empty_result([read.rows, weight, bias], wanted), parts)
-    rest = tuple(0 if lead + i in asked else one for i, (one, _) in enumerate(around))
+    rest = tuple(0 if lead + i in ranges else one for i, (one, _) in enumerate(around))
     if values.is_complex():  # PyTorch has no backward of a complex convolution as one function
-        rows = Windowed(values, asked).rows
+        rows = Windowed(values, ranges).pad()
         return values.like(func(rows, weight, bias, stride, rest, dilation, groups), parts)
-    last, coordinates = asked.popitem()
-    read, partition = Windowed(values, asked), values.parts[last]
+    last, coordinates = ranges.popitem()
+    read, partition = Windowed(values, ranges), values.parts[last]
     windows = tuple(window(first, end, partition.rows) for first, end in coordinates)
-    plan = Fetch(last, partition, windows, values.groups.lines[partition.axis])
+    line = values.groups.lines[partition.axis]
+    plan = Fetch(last, partition, windows, line, tuple(read.borders))
     geometry = Geometry(func, stride, rest, dilation, groups)
     apply: Any = _Convolution.apply
     with read.compact():
         result = apply(*_cast(read.rows, weight, bias), plan, geometry)
     return values.like(result, parts)
+
+
+def _positions(values: Any, weight: Any) -> tuple[int, int]:
+    """Return the number of dims of positions, and of those before them.
+
+    Raises:
+        ValueError: The kernel is divided, or a dim before the positions.
+    """
+    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
+        raise refused("a convolution with the kernel from a tensor", ".whole() first")
+    count = weight.dim() - 2
+    check_positions(values, values.dim() - count)
+    return count, values.dim() - count
 
 
 def _cast(rows: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -393,11 +402,7 @@ def transposed_convolution(
     dilation: Any = 1,
 ) -> Any:
     """Transposed convolution: a rank reads the rows that reach its rows of the output."""
-    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
-        raise refused("a convolution with the kernel from a tensor", ".whole() first")
-    count = weight.dim() - 2
-    lead = values.dim() - count
-    check_positions(values, lead)
+    count, lead = _positions(values, weight)
     given = (weight, bias, stride, padding, output_padding, groups, dilation)
     shape = whole_shape(func, values, *given)
     stride, padding, dilation = (sizes(one, count) for one in (stride, padding, dilation))
@@ -413,7 +418,7 @@ def transposed_convolution(
         place = values.groups.lines[partition.axis].place
         start = sources[place][0] * stride[i] - padding[i]  # of the local result
         crops[dim] = (partition.bounds[place] - start, partition.part(place))
-    wanted = local_shape(values, shape, parts)
+    wanted = values.groups.local_shape(shape, parts)
     if 0 in wanted[lead:] or 0 in local.shape[lead:]:
         result = empty_result([local, weight], wanted)
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm.group_device import exchangeable
+from ...comm.group_device import exchangeable, gather_equal
 from ...record.ring.header_schema import MAX_BLOCK_CHARS, MAX_HALO_LAYERS
 from ...record.ring.recorder import update_all_headers
 from ..divided.first_gradient import first_gradient_only
@@ -96,7 +96,7 @@ class Fetch:
         have: Which rows each rank holds.
         windows: Of each rank; rows of several ranks may overlap. ``order`` is not applied.
         line: The ranks.
-        fill: Value of the padding.
+        borders: Zeros around ``assemble``'s result along other dims: dim, rows before and after.
         name: The layer that reads them.
     """
 
@@ -104,7 +104,7 @@ class Fetch:
     have: Partition
     windows: tuple[Window, ...]
     line: Line
-    fill: float = 0.0
+    borders: tuple[tuple[int, int, int], ...] = ()
     name: str = field(default_factory=layer)
 
     @property
@@ -147,22 +147,20 @@ class Fetch:
 
     def _given(self) -> dict[int, list[Rows]]:
         """Return which of this rank's rows each other rank reads."""
-        found = {
-            peer: _overlaps(window.needed, self.own)
+        return {
+            peer: rows
             for peer, window in enumerate(self.windows)
-            if peer != self.line.place
+            if peer != self.line.place and (rows := _overlaps(window.needed, self.own))
         }
-        return {peer: rows for peer, rows in found.items() if rows}
 
     def _taken(self) -> dict[int, list[Rows]]:
         """Return which rows this rank reads of each other one."""
         needed = self.windows[self.line.place].needed
-        found = {
-            peer: _overlaps(needed, self.have.part(peer))
-            for peer in range(self.have.ranks)
-            if peer != self.line.place
+        return {
+            peer: rows
+            for peer, part in enumerate(self.have.parts())
+            if peer != self.line.place and (rows := _overlaps(needed, part))
         }
-        return {peer: rows for peer, rows in found.items() if rows}
 
     def start(self, local: torch.Tensor) -> "Transfer":
         """Send this rank's rows to the ranks that read them, and begin to receive."""
@@ -183,7 +181,7 @@ class Fetch:
     ) -> torch.Tensor:
         """Return the rows of this rank's window, or those from ``first`` to before ``end``.
 
-        They are a view where all are this rank's own.
+        They are a view where all are this rank's own, and without borders. Padding is zeros.
 
         Args:
             received: By place, from ``start``; without those of ranks that have none of these rows.
@@ -191,13 +189,19 @@ class Fetch:
         end = self.length if end is None else end
         mine, dim = self.windows[self.line.place], self.dim
         for peer, (a, b), at in _pieces(mine, self.have):
-            if peer == self.line.place and at <= first and end <= at + b - a:
+            is_own = peer == self.line.place and at <= first and end <= at + b - a
+            if is_own and not self.borders:
                 return local.narrow(dim, a - self.own[0] + first - at, end - first)
-        out = _empty(local, dim, end - first)
+        shape = list(local.shape)
+        shape[dim] = end - first
+        for other, before, after in self.borders:
+            shape[other] += before + after
+        padded = local.new_zeros(shape) if self.borders else local.new_empty(shape)
+        out = self._without_borders(padded)
         inner = self.length - mine.after
         for a, b in ((first, min(end, mine.before)), (max(first, inner), end)):
             if a < b:
-                out.narrow(dim, a - first, b - a).fill_(self.fill)
+                out.narrow(dim, a - first, b - a).zero_()
         used = dict.fromkeys(range(self.have.ranks), 0)
         for peer, (a, b), at in _pieces(mine, self.have):
             low, high = max(at, first), min(at + b - a, end)
@@ -211,7 +215,12 @@ class Fetch:
                 assert source is not None
                 rows = source.narrow(dim, start + low - at, high - low)
                 out.narrow(dim, low - first, high - low).copy_(rows)
-        return out
+        return padded
+
+    def _without_borders(self, rows: torch.Tensor) -> torch.Tensor:
+        for dim, before, after in self.borders:
+            rows = rows.narrow(dim, before, rows.size(dim) - before - after)
+        return rows
 
     def start_back(self, gradient: torch.Tensor) -> "Transfer":
         """Send the gradients of other ranks' rows to them, and begin to receive those of own rows.
@@ -219,6 +228,7 @@ class Fetch:
         Args:
             gradient: Of what ``assemble`` has returned.
         """
+        gradient = self._without_borders(gradient)
         pieces: dict[int, list[torch.Tensor]] = {}
         for peer, (a, b), at in _pieces(self.windows[self.line.place], self.have):
             if peer != self.line.place:
@@ -237,7 +247,7 @@ class Fetch:
         Args:
             received: What ``start_back`` has begun to receive.
         """
-        dim, start = self.dim, self.own[0]
+        gradient, dim, start = self._without_borders(gradient), self.dim, self.own[0]
         own = [piece for piece in _pieces(self.windows[self.line.place], self.have)
                if piece[0] == self.line.place]  # fmt: skip
         if len(own) == 1 and own[0][1] == self.own:  # the usual case: all rows, once
@@ -257,20 +267,15 @@ class Fetch:
 
 
 def fetch(
-    local: torch.Tensor,
-    dim: int,
-    have: Partition,
-    windows: Sequence[Window],
-    line: Line,
-    fill: float = 0.0,
+    local: torch.Tensor, dim: int, have: Partition, windows: Sequence[Window], line: Line
 ) -> torch.Tensor:
     """Return the rows that this rank's window reads of a divided tensor, with its padding.
 
     Args:
         local: This rank's rows.
-        dim, have, windows, line, fill: As for ``Fetch``.
+        dim, have, windows, line: As for ``Fetch``.
     """
-    plan = Fetch(dim, have, tuple(windows), line, fill)
+    plan = Fetch(dim, have, tuple(windows), line)
     mine, part = windows[line.place], plan.own
     is_own = mine.needed == (part,) or (not mine.needed and part[0] == part[1])
     is_plain = not mine.before and not mine.after and plan.is_local
@@ -475,10 +480,7 @@ class GroupExchange:
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked: [ranks, *row.shape]."""
-        sent = exchangeable(row.contiguous())
-        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, sent, group=self.group)
-        return torch.stack(rows).to(row.device)
+        return torch.stack(gather_equal(row, self.group))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tensors of all ranks."""

@@ -155,7 +155,7 @@ def reshaped_parts(
             continue
         if extent == partition.rows:
             return place, partition
-        if place and len(new) > 2 and not any(one * after % inner for one in partition.bounds):
-            bounds = tuple(one * after // inner for one in partition.bounds)
+        if place and len(new) > 2 and not any(bound * after % inner for bound in partition.bounds):
+            bounds = tuple(bound * after // inner for bound in partition.bounds)
             same.append((place, Partition(partition.axis, bounds)))
     return max(same, key=lambda one: new[one[0]], default=None)

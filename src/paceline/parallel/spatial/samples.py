@@ -145,10 +145,8 @@ class LoadedParts:
 
 def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups) -> SplitTensor:
     """Return this rank's part of samples of a shape as a divided tensor."""
-    parts, expected = even_parts(shape, groups), list(shape)
-    for dim, partition in parts.items():
-        first, end = groups.rows(partition)
-        expected[dim] = end - first
+    parts = even_parts(shape, groups)
+    expected = groups.local_shape(shape, parts)
     if list(tensor.shape) != expected:
         raise ValueError(
             f"world.part: this rank's part of {tuple(shape)} has shape {tuple(expected)}, and the "

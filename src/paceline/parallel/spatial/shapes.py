@@ -12,7 +12,7 @@ from ..divided.module_names import layer
 from .exchange import fetch, rows_of
 from .partition import Partition
 from .split_tensor import SplitTensor, refused, rule_for
-from .windows import whole_shape
+from .windows import check_positions, whole_shape
 
 T = torch.Tensor
 MIN_SAID_BYTES = 64 << 20  # of a gathered view
@@ -134,7 +134,7 @@ def item(func: Any, values: SplitTensor, index: Any) -> Any:
 def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor:
     """Return a range of rows of a divided dim; rows stay where they are."""
     old = values.parts[dim]
-    bounds = tuple(min(max(one, start), stop) - start for one in old.bounds)
+    bounds = tuple(min(max(bound, start), stop) - start for bound in old.bounds)
     new = Partition(old.axis, bounds)
     wanted = rows_of([(a + start, b + start) for a, b in new.parts()])
     local = fetch(values.local, dim, old, wanted, values.groups.lines[old.axis])
@@ -146,13 +146,9 @@ def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor
 def shuffled(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Move channels into positions and back; rows stay with their neighbours."""
     (factor,) = (*args, *options.values())
-    count = values.dim()
     name = func.__name__
-    if any(dim < count - 2 for dim in values.parts) and name != "channel_shuffle":
-        raise refused(f"{name} got samples or channels of a tensor", ".whole() first")
+    check_positions(values, 2 if name == "channel_shuffle" else values.dim() - 2, name)
     if name == "channel_shuffle":
-        if any(dim < 2 for dim in values.parts):
-            raise refused(f"{name} got samples or channels of a tensor", ".whole() first")
         return values.like(func(values.local, factor))
     shape = whole_shape(func, values, factor)
     if name == "pixel_shuffle":

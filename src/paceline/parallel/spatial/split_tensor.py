@@ -4,14 +4,14 @@ A function of torch without a rule is refused, but for tensors that an operation
 differently from its input (``SplitTensor.is_free``): these are gathered.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from ...comm.group_device import exchangeable
+from ...comm.group_device import gather_equal
 from ...cost.layout_memory import size_text
 from ..divided.divided_tensor import (
     NO_RULE,
@@ -64,6 +64,14 @@ class SpatialGroups:
         """Return the rows of this rank: the first one, and the one after the last."""
         return partition.part(self.lines[partition.axis].place)
 
+    def local_shape(self, shape: Sequence[int], parts: Mapping[int, Partition]) -> list[int]:
+        """Return the shape of this rank's part of a tensor."""
+        local = list(shape)
+        for dim, partition in parts.items():
+            first, end = self.rows(partition)
+            local[dim] = end - first
+        return local
+
     def over(self, parts: Mapping[int, Partition], dims: Iterable[int]) -> Any:
         """Return the group over which the divided ones of some dims lie; None without one."""
         axes = frozenset(parts[dim].axis for dim in dims if dim in parts)
@@ -76,10 +84,8 @@ class SpatialGroups:
 
     def numbers(self, number: int) -> dict[int, int]:
         """Return a number of each rank that shares this rank's samples, by rank. Collective."""
-        own = exchangeable(torch.tensor([number]), self.all)
+        found = gather_equal(torch.tensor([number]), self.all)
         ranks = dist.get_process_group_ranks(self.all)
-        found = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(found, own, group=self.all)
         return {rank: int(one) for rank, one in zip(ranks, found, strict=True)}
 
     def offset(self, axes: Container[str] | None = None) -> int:
@@ -249,11 +255,8 @@ class SplitTensor(DividedTensor):
             assert isinstance(rest, SplitTensor)
             rest.is_free = True
             return rest.reshape(shape)
-        wanted = list(shape)
-        for dim, partition in parts.items():
-            first, end = self.groups.rows(partition)
-            wanted[dim] = end - first
-        return SplitTensor(self.local.reshape(wanted), parts, self.groups, is_free)
+        local = self.local.reshape(self.groups.local_shape(shape, parts))
+        return SplitTensor(local, parts, self.groups, is_free)
 
     def division_of(self, operands: list[torch.Tensor], shape: torch.Size) -> dict[int, Partition]:
         return merged_parts(operands, shape)

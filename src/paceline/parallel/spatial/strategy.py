@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.group_device import exchangeable
+from ...comm.group_device import exchangeable, gather_equal
 from ...cost.layout import Layout
-from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import (
     Division,
@@ -32,7 +31,7 @@ from ..sharded.strategy import FullySharded
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import all_positions, convolution, losses, norms, products, resampling, shapes  # noqa: F401 - rules
+from . import layers as products  # noqa: F401 - rules
 from .exchange import summed
 from .partition import FROM_END
 from .samples import AXES, check_same, spatial_groups, split_inputs
@@ -63,9 +62,7 @@ class SpatialDivision(Division):
         self.device = exchangeable(torch.zeros(1), groups.all).device.type
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.groups.all))]
-        dist.all_gather(found, tensor.contiguous(), group=self.groups.all)
-        return found
+        return gather_equal(tensor, self.groups.all)
 
     def divided(self) -> Any:
         self.groups.is_compared = True
@@ -157,6 +154,7 @@ class SpatialParallel(ParallelStrategy):
     """Parts of each sample on ranks; a replica of the model on each rank, or a shard of it."""
 
     axes = frozenset({"d", "h", "w", "dp"})
+    unpredicted = "activations are divided, parameters are not"
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)
@@ -199,15 +197,6 @@ class SpatialParallel(ParallelStrategy):
         if self._sharding is not None:
             self._sharding.check(model, optimizer)
 
-    @classmethod
-    def predict_memory(
-        cls, step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
-    ) -> LayoutMemory:
-        raise ValueError(
-            f"the memory of layout={str(layout)!r} can't be predicted yet. HINT: activations are "
-            "divided, parameters are not"
-        )
-
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
         groups = spatial_groups(self.request.mesh)
         module = model.module
@@ -224,7 +213,7 @@ class SpatialParallel(ParallelStrategy):
         """Return the model with replicas or shards on all ranks, which average its gradients."""
         mesh, device = self.request.mesh, self.request.device
         if self._sharding is not None:
-            from ..sharded.parts_of_tensors import hook_parts  # FSDP takes a moment to import
+            from ..sharded.fully_sharded import hook_parts  # FSDP takes a moment to import
 
             sharded = self._sharding.apply(model, optimizer)
             hook_parts(sharded.module, SplitTensor)

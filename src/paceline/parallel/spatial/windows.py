@@ -1,16 +1,19 @@
-"""Convolutions, pooling and padding: each rank fetches the rows that its outputs read."""
+"""Pooling, padding and interpolation: each rank fetches the rows that its outputs read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - PyTorch's name
+from torch.nn import functional as F  # noqa: N812 - PyTorch's name  # noqa: N812 - PyTorch's name
 
-from .exchange import fetch
+from .exchange import fetch, sum_over
 from .partition import Partition, window, windows_of
 from .split_tensor import SplitTensor, refused, rule_for
 
+_LINEAR = ("linear", "bilinear", "trilinear")
+_CUBIC_A = -0.75
 CHANGED_IN_PLACE = "HINT: inplace=False in the layer after it"
 
 
@@ -44,60 +47,78 @@ def gather_rows(
     dim: int,
     coordinates: Sequence[tuple[int, int]],
     mode: str = "constant",
-    fill: float = 0.0,
 ) -> torch.Tensor:
     """Return this rank's rows of a divided dim for padded coordinates.
 
     Args:
-        local: The part, which may already be padded along other dims.
+        local: The part, which may already have rows of other ranks along other dims.
         coordinates: Of each rank along the axis, the first padded coordinate and the end.
         mode: Of the padding, as for ``torch.nn.functional.pad``.
-        fill: Value of the padding of mode "constant".
     """
     partition = values.parts[dim]
     line = values.groups.lines[partition.axis]
-    asked = [window(first, end, partition.rows, mode) for first, end in coordinates]
-    rows = fetch(local, dim, partition, asked, line, fill)
-    order = asked[line.place].order
+    windows = [window(first, end, partition.rows, mode) for first, end in coordinates]
+    rows = fetch(local, dim, partition, windows, line)
+    order = windows[line.place].order
     if order is not None:
         index = torch.tensor(order, dtype=torch.int64, device=rows.device)
         rows = rows.index_select(dim, index)
     return rows
 
 
-class Windowed:
-    """The rows that this rank's part of an output reads, with the padding of these dims.
+_NONE = (0, 0, 0)  # no row of the part is in the window
 
-    For backward, an operation would keep them, a copy of the rank's part with a rim. ``compact`` is
-    a context in which it keeps the part itself, which other layers keep as well, and the rim.
+
+class Windowed:
+    """The rows that this rank's part of an output reads.
+
+    Rows of all dims are fetched before any is padded, so that no padding travels. For backward, an
+    operation would keep them, a copy of the rank's part with a rim. ``compact`` is a context in
+    which it keeps the part itself, which other layers keep as well, and the rim.
 
     Attributes:
-        rows: What the operation computes with.
+        rows: What the operation computes with, padded after ``pad``.
+        borders: Padding of ``rows``: dim, rows before and after; negative numbers cut rows off.
     """
 
     def __init__(
-        self,
-        values: SplitTensor,
-        coordinates: Mapping[int, Sequence[tuple[int, int]]],
-        fill: float = 0.0,
+        self, values: SplitTensor, coordinates: Mapping[int, Sequence[tuple[int, int]]]
     ) -> None:
-        self._part = local = values.local
-        self._blocks: list[tuple[int, int, int, int]] = []  # dim, start in the part, length, place
-        for dim, asked in coordinates.items():
-            if dim in values.parts:
-                rows = gather_rows(values, local, dim, asked, fill=fill)
-                partition = values.parts[dim]
-                place = values.groups.lines[partition.axis].place
-                own, (first, end) = partition.part(place), asked[place]
+        self._part = self.rows = values.local
+        self.borders: list[tuple[int, int, int]] = []
+        self._blocks: dict[int, tuple[int, int, int]] = {}  # start in the part, length, place
+        for dim, ranges in coordinates.items():
+            rows = values.size(dim)
+            if dim not in values.parts:
+                before, after = -ranges[0][0], ranges[0][1] - rows
             else:
-                rows, (first, end) = _padded(local, dim, asked[0], fill), asked[0]
-                own = (0, values.size(dim))
-            if rows is not local:
-                low, high = max(first, own[0]), min(end, own[1])
-                inside = (low - own[0], high - low, low - first) if low < high else (0, 0, 0)
-                self._blocks.append((dim, *inside))
-            local = rows
-        self.rows = local
+                own = values.groups.rows(values.parts[dim])
+                place = values.groups.lines[values.parts[dim].axis].place
+                inside = [(min(max(a, 0), rows), min(max(b, 0), rows)) for a, b in ranges]
+                self.rows = gather_rows(values, self.rows, dim, inside)
+                border = window(*ranges[place], rows)
+                before, after = border.before, border.after
+                first, end = inside[place]
+                if (first, end) != own:
+                    low, high = max(first, own[0]), min(end, own[1])
+                    is_any = low < high
+                    self._blocks[dim] = (low - own[0], high - low, low - first) if is_any else _NONE
+            if before or after:
+                self.borders.append((dim, before, after))
+
+    def pad(self, fill: float = 0.0) -> torch.Tensor:
+        """Pad the rows, and return them."""
+        around = [0, 0] * self.rows.dim()
+        for dim, before, after in self.borders:
+            from_end = 2 * (self.rows.dim() - 1 - dim)
+            around[from_end : from_end + 2] = before, after
+            start, length, place = self._blocks.get(dim, (0, self.rows.size(dim), 0))
+            cut = max(-before, 0)
+            length += min(before, 0) + min(after, 0)
+            self._blocks[dim] = (start + cut, length, place + max(before, 0))
+        if self.borders:
+            self.rows = F.pad(self.rows, around, value=fill)
+        return self.rows
 
     @contextmanager
     def compact(self) -> Iterator[None]:
@@ -107,7 +128,8 @@ class Windowed:
             return
         # autograd keeps the functions, which must not keep the rows
         address, shape = self.rows.data_ptr(), self.rows.shape
-        part, blocks, rims = self._part, tuple(self._blocks), list[_Rim]()
+        part, rims = self._part, list[_Rim]()
+        blocks = [(dim, *block) for dim, block in self._blocks.items()]
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.data_ptr() != address or tensor.shape != shape:
@@ -157,18 +179,9 @@ class _Rim:
         return rows
 
 
-def _padded(local: torch.Tensor, dim: int, asked: tuple[int, int], fill: float) -> torch.Tensor:
-    """Pad a dim that is not divided to the padded coordinates that are asked for."""
-    first, end = asked
-    if (first, end) == (0, local.size(dim)):
-        return local
-    around = [0, 0] * (local.dim() - 1 - dim) + [-first, end - local.size(dim)]
-    return F.pad(local, around, value=fill)
-
-
 def empty_result(inputs: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor:
     """Return the result of a rank without rows, on which gradients of all inputs depend."""
-    given = [one for one in inputs if one is not None]
+    given = [tensor for tensor in inputs if tensor is not None]
     total = torch.stack([one.sum().to(given[0].dtype) for one in given]).sum()
     return total * given[0].new_zeros(tuple(shape))
 
@@ -178,23 +191,12 @@ def output_parts(values: SplitTensor, shape: Sequence[int]) -> dict[int, Partiti
     return {dim: one.scaled(shape[dim]) for dim, one in values.parts.items()}
 
 
-def local_shape(
-    values: SplitTensor, shape: Sequence[int], parts: Mapping[int, Partition]
-) -> list[int]:
-    """Return the shape of this rank's part of a result."""
-    found = list(shape)
-    for dim, one in parts.items():
-        first, end = values.groups.rows(one)
-        found[dim] = end - first
-    return found
-
-
-def check_positions(values: SplitTensor, first: int) -> None:
+def check_positions(
+    values: SplitTensor, first: int = 2, what: str = "a layer over positions"
+) -> None:
     """Raise ValueError if a dim before the positions is divided."""
     if any(dim < first for dim in values.parts):
-        raise refused(
-            "a layer over positions got samples or channels of a tensor", ".whole() first"
-        )
+        raise refused(f"{what} got samples or channels of a tensor", ".whole() first")
 
 
 _MAX_POOLS = {
@@ -219,33 +221,43 @@ def max_pool(
         raise refused("the indices of max pooling in a tensor", "return_indices=False")
     lead = values.dim() - count
     check_positions(values, lead)
-    stride = kernel_size if stride is None or stride == () or stride == [] else stride
+    stride = kernel_size if stride in (None, (), []) else stride
     shape = whole_shape(func, values, kernel_size, stride, padding, dilation, ceil_mode)
-    kernel, stride, padding, dilation = (
-        sizes(one, count) for one in (kernel_size, stride, padding, dilation)
-    )
-    parts = output_parts(values, shape)
+    how = [sizes(given, count) for given in (kernel_size, stride, padding, dilation)]
     is_float = values.is_floating_point()
     lowest = float("-inf") if is_float else torch.iinfo(values.dtype).min
-    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, dilation), lowest)
-    wanted = local_shape(values, shape, parts)
-    if 0 in wanted[lead:]:
-        return values.like(empty_result([read.rows], wanted), parts)
-    with read.compact():
-        result = func(read.rows, kernel, stride, 0, dilation)
+    kernel, stride, _, dilation = how
+    result, parts = _pooled(
+        values, shape, how, lowest, lambda rows: func(rows, kernel, stride, 0, dilation)
+    )
     return values.like(result, parts)
 
 
-def _asked(
-    shape: torch.Size, parts: Mapping[int, Partition], lead: int, *how: tuple[int, ...]
-) -> dict[int, list[tuple[int, int]]]:
-    """Return the padded coordinates that pooling reads along each dim, of each rank."""
-    asked = {}
-    for i, of_dim in enumerate(zip(*how, strict=True)):
-        dim = lead + i
+def _pooled(
+    values: SplitTensor,
+    shape: torch.Size,
+    how: Sequence[tuple[int, ...]],
+    fill: float,
+    compute: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, dict[int, Partition]]:
+    """Return what a function of the padded rows computes, and the partitions of the result.
+
+    Args:
+        shape: Of the whole result.
+        how: Kernel, stride, padding and dilation of each dim.
+        fill: Value of the padding.
+    """
+    lead, parts, ranges = values.dim() - len(how[0]), output_parts(values, shape), {}
+    for dim, of_dim in enumerate(zip(*how, strict=True), lead):
         rows = parts[dim].parts() if dim in parts else [(0, shape[dim])]
-        asked[dim] = [windows_of(part, *of_dim) for part in rows]
-    return asked
+        ranges[dim] = [windows_of(part, *of_dim) for part in rows]
+    read = Windowed(values, ranges)
+    wanted = values.groups.local_shape(shape, parts)
+    if 0 in wanted[lead:]:
+        return empty_result([read.rows], wanted), parts
+    padded = read.pad(fill)
+    with read.compact():
+        return compute(padded), parts
 
 
 _AVERAGE_POOLS = {
@@ -268,22 +280,21 @@ def average_pool(
     count = _AVERAGE_POOLS[func]
     lead = values.dim() - count
     check_positions(values, lead)
-    stride = kernel_size if stride is None or stride == () or stride == [] else stride
+    stride = kernel_size if stride in (None, (), []) else stride
     last = () if count == 1 else (divisor_override,)
     given = (kernel_size, stride, padding, ceil_mode, count_include_pad, *last)
     shape = whole_shape(func, values, *given)
     kernel, stride, padding = (sizes(one, count) for one in (kernel_size, stride, padding))
-    parts = output_parts(values, shape)
-    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, (1,) * count))
-    wanted = local_shape(values, shape, parts)
-    if 0 in wanted[lead:]:
-        return values.like(empty_result([read.rows], wanted), parts)
-    with read.compact():
-        if count == 1:  # it has no divisor_override
-            flat = read.rows.unsqueeze(-1)
-            sums = F.avg_pool2d(flat, (*kernel, 1), (*stride, 1), divisor_override=1).squeeze(-1)
-        else:
-            sums = func(read.rows, kernel, stride, 0, False, True, 1)
+
+    def sum_windows(rows: torch.Tensor) -> torch.Tensor:
+        if count > 1:
+            sums: torch.Tensor = func(rows, kernel, stride, 0, False, True, 1)
+            return sums
+        flat = rows.unsqueeze(-1)  # in one dim it has no divisor_override
+        return F.avg_pool2d(flat, (*kernel, 1), (*stride, 1), divisor_override=1).squeeze(-1)
+
+    how = (kernel, stride, padding, (1,) * count)
+    sums, parts = _pooled(values, shape, how, 0.0, sum_windows)
     if divisor_override:
         return values.like(sums / divisor_override, parts)
     for i in range(count):
@@ -291,9 +302,8 @@ def average_pool(
         first, end = (0, shape[dim])
         if dim in parts:
             first, end = values.groups.rows(parts[dim])
-        rows = values.size(dim)
         counts = [
-            _rows_of_window(at * stride[i] - padding[i], kernel[i], rows, padding[i],
+            _rows_of_window(at * stride[i] - padding[i], kernel[i], values.size(dim), padding[i],
                             count_include_pad)
             for at in range(first, end)
         ]  # fmt: skip
@@ -314,22 +324,236 @@ def pad(
 ) -> Any:
     """Pad at the borders of the whole sample."""
     shape = whole_shape(func, values, pad, mode, value)
-    local, parts, rest = values.local, dict(values.parts), list(pad)
+    local, parts, rest, ranges = values.local, dict(values.parts), list(pad), {}
     for i in range(len(pad) // 2):
         dim = values.dim() - 1 - i
-        if dim not in parts:
-            continue
         before, after = pad[2 * i], pad[2 * i + 1]
-        rest[2 * i] = rest[2 * i + 1] = 0
-        new = parts[dim].padded(before, after)
-        coordinates = [(first - before, end - before) for first, end in new.parts()]
-        local = gather_rows(values, local, dim, coordinates, mode, value or 0.0)
-        parts[dim] = new
-    assert all(shape[dim] == one.rows for dim, one in parts.items())
-    if any(rest) and local.numel():
-        local = func(local, rest, mode, value)
-    elif any(rest):  # other modes refuse a rank without rows
-        local = F.pad(local, rest)
+        ranges[dim] = [(-before, values.size(dim) + after)]
+        if dim in parts:
+            rest[2 * i] = rest[2 * i + 1] = 0
+            parts[dim] = parts[dim].padded(before, after)
+            ranges[dim] = [(first - before, end - before) for first, end in parts[dim].parts()]
+    assert all(shape[dim] == part.rows for dim, part in parts.items())
+    if mode == "constant":
+        local = Windowed(values, ranges).pad(value or 0.0)
+    else:
+        for dim in [dim for dim in ranges if dim in parts]:
+            local = gather_rows(values, local, dim, ranges[dim], mode)
+        if any(rest):  # other modes refuse a rank without rows
+            local = func(local, rest, mode) if local.numel() else F.pad(local, rest)
     if local.untyped_storage().data_ptr() == values.local.untyped_storage().data_ptr():
         local = local.clone()  # the model may change it in place
     return values.like(local, parts)
+
+
+@rule_for(F.interpolate)
+def interpolate(
+    func: Any,
+    values: SplitTensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """Resample with PyTorch's positions and weights; each divided dim by itself."""
+    if mode == "area":
+        return adaptive_average(F.adaptive_avg_pool2d, values, _target(values, size, scale_factor))
+    if antialias:
+        raise refused("antialias=True for a tensor", "antialias=False, or .whole() first")
+    given = (size, scale_factor, mode, align_corners, recompute_scale_factor)
+    shape = whole_shape(func, values, *given)
+    check_positions(values)
+    count = values.dim() - 2
+    factors = [None] * count
+    if scale_factor is not None and not recompute_scale_factor:
+        is_number = isinstance(scale_factor, (int, float))
+        factors = [scale_factor] * count if is_number else list(scale_factor)
+    local, parts = values.local, dict(values.parts)
+    for dim, partition in values.parts.items():
+        new = partition.scaled(shape[dim])
+        factor = factors[dim - 2]
+        local = _resampled(values, local, dim, new, mode, bool(align_corners), factor)
+        parts[dim] = new
+    others = [dim for dim in range(2, values.dim()) if dim not in values.parts]
+    wanted = values.groups.local_shape(shape, parts)
+    if 0 in wanted:
+        return values.like(empty_result([local], wanted), parts)
+    if any(shape[dim] != values.size(dim) for dim in others):
+        if scale_factor is not None and not recompute_scale_factor:
+            rest: dict[str, Any] = {
+                "scale_factor": tuple(
+                    1.0 if i + 2 in parts else float(factors[i] or 1.0) for i in range(count)
+                )
+            }
+        else:
+            rest = {
+                "size": [local.size(i) if i in parts else shape[i] for i in range(2, 2 + count)]
+            }
+        local = F.interpolate(local, **rest, mode=mode, align_corners=align_corners)
+    return values.like(local, parts)
+
+
+def _target(values: SplitTensor, size: Any, scale_factor: Any) -> tuple[int, ...]:
+    count = values.dim() - 2
+    if size is not None:
+        return (size,) * count if isinstance(size, int) else tuple(size)
+    is_number = isinstance(scale_factor, (int, float))
+    factors = [scale_factor] * count if is_number else list(scale_factor)
+    return tuple(math.floor(n * one) for n, one in zip(values.shape[2:], factors, strict=True))
+
+
+def _resampled(
+    values: SplitTensor,
+    local: torch.Tensor,
+    dim: int,
+    new: Partition,
+    mode: str,
+    align_corners: bool,
+    factor: float | None,
+) -> torch.Tensor:
+    """Resample along one divided dim: a weighted sum of one, two or four rows."""
+    rows, place = values.size(dim), values.groups.lines[new.axis].place
+    taps = [_taps(part, rows, new.rows, mode, align_corners, factor, local) for part in new.parts()]
+    ranges = [
+        (min(int(t[0].min()) for t in one), max(int(t[0].max()) for t in one) + 1)
+        if one and one[0][0].numel()
+        else (0, 0)
+        for one in taps
+    ]
+    fetched = gather_rows(values, local, dim, ranges)
+    if not taps[place][0][0].numel():
+        return fetched
+    total: torch.Tensor | None = None
+    for index, weight in taps[place]:
+        picked = fetched.index_select(dim, (index - ranges[place][0]).to(local.device))
+        if weight is not None:
+            around = [1] * (local.dim() - 1 - dim)
+            picked = picked * weight.to(local.device, local.dtype).view(-1, *around)
+        total = picked if total is None else total + picked
+    assert total is not None
+    return total
+
+
+def _taps(
+    part: tuple[int, int],
+    rows: int,
+    new_rows: int,
+    mode: str,
+    align_corners: bool,
+    factor: float | None,
+    like: torch.Tensor,
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the source rows and weights of the rows ``part`` of the result, as PyTorch does."""
+    if mode.startswith("nearest"):
+        return [(_nearest_rows(rows, new_rows, mode, factor, like.dim())[slice(*part)], None)]
+    # PyTorch computes positions in the dtype of the sum
+    kind = torch.float64 if like.dtype == torch.float64 else torch.float32
+    at = torch.arange(*part, dtype=kind)
+    if align_corners:
+        scale = torch.tensor((rows - 1) / (new_rows - 1) if new_rows > 1 else 0.0, dtype=kind)
+        source = at * scale
+    else:
+        scale = torch.tensor(1.0 / factor if factor else rows / new_rows, dtype=kind)
+        source = (at + 0.5) * scale - 0.5
+    if mode in _LINEAR:
+        source = source.clamp(min=0)
+        low = source.floor().long().clamp(max=rows - 1)
+        high = (low + 1).clamp(max=rows - 1)
+        share = (source - low).clamp(0, 1)
+        return [(low, 1 - share), (high, share)]
+    if mode == "bicubic":
+        low = source.floor()
+        share = source - low
+        weights = _cubic(share)
+        indices = [(low.long() + step).clamp(0, rows - 1) for step in (-1, 0, 1, 2)]
+        return list(zip(indices, weights, strict=True))
+    raise refused(f"interpolation with mode={mode!r} of a tensor", "mode='nearest' or 'bilinear'")
+
+
+def _nearest_rows(
+    rows: int, new_rows: int, mode: str, factor: float | None, ndim: int
+) -> torch.Tensor:
+    """Return the source row of each row as PyTorch chooses it, which depends on the dims."""
+    numbers = torch.arange(rows, dtype=torch.float64).view(1, 1, rows, *[1] * (ndim - 3))
+    others = ndim - 3
+    if factor:
+        how: dict[str, Any] = {"scale_factor": (float(factor), *[1.0] * others)}
+    else:
+        how = {"size": (new_rows, *[1] * others)}
+    return F.interpolate(numbers, **how, mode=mode).flatten().long()
+
+
+def _cubic(share: torch.Tensor) -> list[torch.Tensor]:
+    """Return the weights of four rows (Keys 1981, with PyTorch's a = -0.75)."""
+    a = _CUBIC_A
+
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    return [far(share + 1), near(share), near(1 - share), far(2 - share)]
+
+
+_ADAPTIVE = {
+    getattr(home, name): count
+    for count in (1, 2, 3)
+    for home, name in (
+        (F, f"adaptive_avg_pool{count}d"),
+        (torch if count == 1 else torch._C._nn, f"adaptive_avg_pool{count}d"),
+    )
+    if hasattr(home, name)
+}
+
+
+@rule_for(*_ADAPTIVE)
+def adaptive_average(func: Any, values: SplitTensor, output_size: Any) -> Any:
+    """Mean of each bin; the bins of divided dims are on all ranks afterwards."""
+    count = _ADAPTIVE[func]
+    if isinstance(output_size, tuple) and len(output_size) == values.dim() - 2:
+        count = len(output_size)
+    lead = values.dim() - count
+    check_positions(values, lead)
+    wanted = (output_size,) * count if isinstance(output_size, int) else tuple(output_size)
+    bins = [values.size(lead + i) if one is None else one for i, one in enumerate(wanted)]
+    local = values.local
+    others: Sequence[Any] = [
+        None if lead + i in values.parts else one for i, one in enumerate(bins)
+    ]
+    if any(one is not None for one in others):
+        sizes = [local.size(lead + i) if one is None else one for i, one in enumerate(others)]
+        # a rank without rows keeps its empty dims
+        pool = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[count]
+        if all(sizes):
+            local = pool(local, tuple(sizes))  # type: ignore[arg-type]
+        else:
+            shape = [*local.shape[:lead], *sizes]
+            local = local.new_zeros(shape) + 0 * local.sum()
+    for dim, partition in values.parts.items():
+        first, end = values.groups.rows(partition)
+        matrix = _bin_weights(bins[dim - lead], partition.rows, first, end).to(local)
+        local = torch.movedim(torch.movedim(local, dim, -1) @ matrix.T, -1, dim)
+    return sum_over(local, values.groups.over(values.parts, values.parts))
+
+
+def _bin_weights(bins: int, rows: int, first: int, end: int) -> torch.Tensor:
+    """Return the share of this rank's rows in the mean of each bin: [bins, end - first]."""
+    weights = torch.zeros(bins, end - first, dtype=torch.float64)
+    for number in range(bins):
+        low, high = number * rows // bins, -(-(number + 1) * rows // bins)
+        a, b = max(low, first), min(high, end)
+        if a < b:
+            weights[number, a - first : b - first] = 1 / (high - low)
+    return weights
+
+
+@rule_for(
+    *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+    torch.adaptive_max_pool1d,
+)
+def adaptive_maximum(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Gather: among equal maxima PyTorch gives the gradient to the first in the whole bin."""
+    return func(values.whole(), *args, **options)

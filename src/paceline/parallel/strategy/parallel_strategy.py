@@ -49,9 +49,11 @@ class ParallelStrategy(ABC):
 
     Attributes:
         axes: The keywords of ``Layout`` whose extents it divides.
+        unpredicted: The HINT where the memory of its layouts can't be predicted; "": it can.
     """
 
     axes: ClassVar[frozenset[str]]
+    unpredicted: ClassVar[str] = ""
 
     def __init__(self, request: DistributionRequest) -> None:
         self.request = request
@@ -91,4 +93,9 @@ class ParallelStrategy(ABC):
         Raises:
             ValueError: The memory of this layout can't be predicted.
         """
+        if cls.unpredicted:
+            raise ValueError(
+                f"the memory of layout={str(layout)!r} can't be predicted yet. HINT: "
+                f"{cls.unpredicted}"
+            )
         return predict_layout(step, layout, ranks, accumulate=accumulate)

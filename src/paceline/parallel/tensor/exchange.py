@@ -22,13 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.group_device import all_gather_flat, reduce_scatter_flat
 from ...record.hooks.sharded.block_labels import BlockLabels, labels_of_group
 from ..divided.module_names import module_name
 from .splits import Split
-
-# the name of newer versions of PyTorch
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TensorAxis:
@@ -82,7 +79,7 @@ class TensorAxis:
         sent = torch.stack(each)
         found = sent.new_empty(sent.shape[1:])
         with self._labelled():
-            _reduce_scatter(found.view(-1), sent.view(-1), group=self.group)
+            reduce_scatter_flat(found.view(-1), sent.view(-1), group=self.group)
         return found
 
     def pieces(self, local: torch.Tensor) -> list[torch.Tensor]:
@@ -92,7 +89,7 @@ class TensorAxis:
             return [one.bool() for one in self.pieces(sent.to(torch.uint8))]
         found = sent.new_empty((self.size, sent.numel()))
         with self._labelled():
-            _all_gather(found.view(-1), sent.view(-1), group=self.group)
+            all_gather_flat(found.view(-1), sent.view(-1), group=self.group)
         return [row.view(sent.shape) for row in found.unbind()]
 
 

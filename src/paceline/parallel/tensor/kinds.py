@@ -95,7 +95,7 @@ def _tokens(layer: nn.Module, ranks: int, blocks: int) -> Splits:
     return {}  # it computes with a part of the tokens, and holds everything
 
 
-# by the class of a layer: its kinds
+# by the class of a layer: its kinds, in the order of the dims of its weight
 KINDS: list[tuple[type[nn.Module], dict[str, Callable[..., Splits]]]] = [
     (nn.MultiheadAttention, {"heads": _heads}),
     (nn.RNNBase, {"column": _hidden_units}),
@@ -138,11 +138,11 @@ def splits_of(layer: nn.Module, kind: str, blocks: int, ranks: int) -> Splits:
             if kind not in kinds:
                 break
             found = kinds[kind](layer, ranks, blocks)
-            return {name: split for name, split in found.items() if _has(layer, name, kind)}
+            return {name: split for name, split in found.items() if _has(layer, name)}
     raise DivisionError(f"a {type(layer).__name__} has no kind {kind!r}")
 
 
-def _has(layer: nn.Module, name: str, kind: str) -> bool:
+def _has(layer: nn.Module, name: str) -> bool:
     """Return whether a layer has a tensor; raises DivisionError for one that is computed."""
     path, _, own = name.rpartition(".")
     owner = layer.get_submodule(path)

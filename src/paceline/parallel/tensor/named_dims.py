@@ -11,19 +11,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvTransposeNd
 
-# by the class of a layer, the kinds that divide the first dims of its weight
-_KINDS: list[tuple[type[nn.Module], tuple[str, ...]]] = [
-    (nn.MultiheadAttention, ("heads",)),
-    (nn.RNNBase, ("column",)),
-    (nn.Embedding, ("vocabulary", "column")),
-    (nn.Linear, ("column", "row")),
-    (_ConvTransposeNd, ("row", "channels")),
-    (_ConvNd, ("channels", "row")),
-    (nn.GroupNorm, ("channels",)),
-    (_NormBase, ("channels",)),
-]
+from .kinds import SEQUENCE, kinds_of
+
 _AXES = {"tensor": True, "tp": True, "data": False, "dp": False}
 BATCH = "batch"
 _NAME = re.compile(r"(?:([1-9][0-9]{0,3})\*)?([A-Za-z_]\w*)")
@@ -154,8 +145,10 @@ def _kind_of(
     return found[0] if found else None
 
 
-def _kinds(layer: nn.Module) -> tuple[str, ...]:
-    return next((kinds for kind, kinds in _KINDS if isinstance(layer, kind)), ())
+def _kinds(layer: nn.Module) -> list[str]:
+    """Return the kinds that divide the first dims of a layer's weight, in the order of dims."""
+    kinds = [kind for kind in kinds_of(layer) if kind != SEQUENCE]
+    return kinds[::-1] if isinstance(layer, _ConvTransposeNd) else kinds
 
 
 def _shape(layer: nn.Module) -> tuple[int, ...]:

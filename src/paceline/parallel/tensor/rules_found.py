@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from ...data.sampling.sample_order import preserve_random_states
+from ..comparison.model_comparison import SavedAttributes
 from .kinds import ALL_KINDS, REPLICATE, DivisionError, kinds_of, parse_kind, splits_of
 
 Rules = Sequence[tuple[str, str]]
@@ -191,7 +193,7 @@ class _Search:
         if any(kinds.get(self.names.get(one, "")) not in (None,) for one in group):
             return
         before = dict(kinds)
-        done = all(self._take(one, _column(one, last)) for one in sources)
+        done = all(self._take(source, _column(source, last)) for source in sources)
         done = done and self._take(last, "row")
         if not (done and all(self._take(norm, "channels") for norm in norms)):
             self.found.kinds = before
@@ -266,20 +268,14 @@ def _flows(module: nn.Module) -> Iterator[tuple[list[nn.Module], nn.Module, list
 
 def _graph_of(module: nn.Module) -> torch.fx.Graph | None:
     """Return the data flow of a module's own code; None if it can't be followed."""
-    before = dict(module.__dict__)  # the code may keep what it computes
-    kept = [(one, one.copy()) for one in before.values() if isinstance(one, (list, dict, set))]
-    generator = torch.get_rng_state()
-    try:
-        return _Tracer().trace(module)
-    except Exception:  # such as a branch on a value
-        return None
-    finally:
-        module.__dict__.clear()
-        module.__dict__.update(before)
-        for one, saved in kept:
-            one.clear()
-            (one.extend if isinstance(one, list) else one.update)(saved)
-        torch.set_rng_state(generator)
+    before = SavedAttributes([module])  # the code may keep what it computes
+    with preserve_random_states():
+        try:
+            return _Tracer().trace(module)
+        except Exception:  # such as a branch on a value
+            return None
+        finally:
+            before.restore()
 
 
 def _flows_in_order(

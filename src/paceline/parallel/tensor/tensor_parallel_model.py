@@ -1,27 +1,269 @@
-"""A model whose layers are divided over the tensor axis, as the training loop sees it."""
+"""A model whose layers are divided over the tensor axis, as the training loop sees it.
+
+In its first forward, each operation with a rule is computed twice on each rank: with pieces, and
+with whole tensors. Results and gradients are compared in float64, so that only rounding may differ.
+"""
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F  # noqa: N812  # noqa: N812
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ...record.hooks.phases import UncopiedHook
-from ..comparison.model_comparison import Division, ModelComparison, compare_model
-from ..divided.divided_tensor import whole_outputs
+from ..comparison.model_comparison import (
+    DividedModelError,
+    Division,
+    ModelComparison,
+    compare_model,
+)
+from ..divided.divided_tensor import NO_RULE, Rule, function_name, whole_outputs
+from ..divided.module_names import place
 from ..memory_budget import GIB, available_bytes
 from ..mesh import TENSOR, Mesh
 from ..replicated.replica import has_tensor, own_methods
 from ..strategy.distributed_model import DistributedModel, Part
 from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import TrainingStep
-from .comparison import Comparison, axis_device_of
+from .exchange import TensorAxis
 from .parameters import Views
-from .split_tensor import SplitTensor, Watch, watching
+from .split_tensor import SplitTensor, Watch, memory_order, watching
 from .splits import Split
+
+# of the largest element
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+SAMPLES = 4  # of a large input
+MAX_FLOAT64_BYTES = 4 << 30  # of one operation; larger ones keep their dtype
+_CUT_SAMPLES = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
+
+
+class Comparison(Watch):
+    """Compare each kind of operation once.
+
+    Attributes:
+        operations: Number of operations that were compared.
+        seconds: Time of the comparisons.
+        largest: The largest relative difference.
+        gathered: By place and function, the bytes of tensors that had to be gathered.
+    """
+
+    def __init__(self) -> None:
+        self.operations, self.seconds, self.largest = 0, 0.0, 0.0
+        self.gathered: dict[str, int] = {}
+        self._known: set[Any] = set()
+
+    def before(self, axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
+        if func in _NOT_COMPARED:
+            return
+        key = (func, str(tree_map(_signature, (args, kwargs))))
+        if key in self._known:
+            return
+        self._known.add(key)
+        start = time.perf_counter()
+        with watching(Watch()), torch.autocast(axis_device(args, kwargs), enabled=False):
+            difference = _compare(axis, rule, func, args, kwargs)
+        self.seconds += time.perf_counter() - start
+        if difference is not None:
+            self.operations += 1
+            self.largest = max(self.largest, difference)
+
+    def gathers(self, axis: TensorAxis, func: Any, tensors: list[SplitTensor]) -> None:
+        own = f"{function_name(func)}{place()}"
+        count = sum(tensor.numel() * tensor.local.element_size() for tensor in tensors)
+        self.gathered[own] = self.gathered.get(own, 0) + count
+
+
+_NOT_COMPARED = {torch.autograd.grad}
+
+
+def axis_device(args: Any, kwargs: Any) -> str:
+    """Return the type of device of the first tensor."""
+    for one in tree_flatten((args, kwargs))[0]:
+        if isinstance(one, SplitTensor):
+            return one.local.device.type
+    return "cpu"
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, SplitTensor):
+        return ("split", tuple(value.shape), value.dtype, value.division, value.requires_grad)
+    if isinstance(value, torch.Tensor):
+        return ("plain", tuple(value.shape), value.dtype, value.requires_grad)
+    return str(value)
+
+
+class _Copies:
+    """Arguments of one call as new leaves: pieces or whole tensors."""
+
+    def __init__(self, dtype: torch.dtype | None, samples: int | None, always: bool) -> None:
+        self.dtype, self.samples, self.always = dtype, samples, always
+        self.leaves: list[tuple[torch.Tensor, SplitTensor | None]] = []
+        self.given: list[torch.Tensor] = []  # to the function, which may change them
+
+    def pieces(self, value: Any) -> Any:
+        if isinstance(value, SplitTensor):
+            leaf = self._leaf(value.local, value.division.dim != 0)
+            self.leaves.append((leaf, value))
+            return self._give(SplitTensor.of(leaf.clone(), value.division, value.axis))
+        return self._plain(value)
+
+    def whole(self, value: Any) -> Any:
+        if isinstance(value, SplitTensor):
+            joined = value.division.join(value.axis.pieces(value.local.detach()))
+            whole = torch.empty_permuted(  # numbers of a dropout are drawn in this order
+                joined.shape, memory_order(value.local), dtype=joined.dtype, device=joined.device
+            ).copy_(joined)
+            leaf = self._leaf(whole.requires_grad_(value.requires_grad), value.division.dim != 0)
+            self.leaves.append((leaf, None))
+            return self._give(leaf.clone())
+        return self._plain(value)
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        leaf = self._leaf(value, True)
+        self.leaves.append((leaf, None))
+        return self._give(leaf.clone())
+
+    def _give(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.given.append(tensor)
+        return tensor
+
+    def _leaf(self, value: torch.Tensor, may_cut: bool) -> torch.Tensor:
+        if self.samples is not None and not self.leaves and value.dim() > 1 and may_cut:
+            value = value[: self.samples]  # the first argument is the input
+        has_gradient = value.requires_grad or self.always
+        value = value.detach()
+        if not value.is_floating_point():
+            return value.clone()
+        dtype = value.dtype if self.dtype is None else self.dtype
+        return value.to(dtype, copy=True).requires_grad_(has_gradient)
+
+
+def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) -> float | None:
+    """Compare one call; return the largest relative difference, None if the rule does not apply.
+
+    Raises:
+        DividedModelError: The results differ, on any rank.
+    """
+    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+    is_large = sum(tensor.numel() for tensor in tensors) * 8 > MAX_FLOAT64_BYTES
+    dtype = None if is_large else torch.float64
+    samples = SAMPLES if func in _CUT_SAMPLES else None
+    always = not torch.is_grad_enabled() and func is not F.batch_norm
+    split, plain = _Copies(dtype, samples, always), _Copies(dtype, samples, always)
+    devices = [torch.cuda.current_device()] if axis_device(args, kwargs) == "cuda" else []
+    with torch.enable_grad():
+        given, named = tree_map(split.pieces, (args, kwargs))
+        with torch.random.fork_rng(devices):
+            found = rule(func, *given, **named)
+        if found is NO_RULE:
+            return None
+        given, named = tree_map(plain.whole, (args, kwargs))
+        with torch.random.fork_rng(devices):
+            expected = func(*given, **named)
+        worst, where, precision = _differences(axis, found, expected, split, plain)
+    limit = TOLERANCES.get(precision, 1e-4)
+    numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis)))
+    largest = max(float(one) for one in numbers)
+    if not largest <= limit:
+        raise DividedModelError(
+            f"{function_name(func)}{place()}: {where or 'a result on another rank'} differs from "
+            f"that of the whole tensors by {largest:.2g} (relative), so that the tensor axis can't "
+            "divide it. HINT: the rule 'replicate' for this module, in "
+            "paceline.Layout(rules={...})"
+        )
+    return largest
+
+
+def axis_device_of(axis: TensorAxis) -> str:
+    """Return a type of device that the group of an axis exchanges."""
+    types = [device.type for device in axis.group._device_types]
+    return "cpu" if not types or "cpu" in types else types[0]
+
+
+def _differences(
+    axis: TensorAxis, found: Any, expected: Any, split: _Copies, plain: _Copies
+) -> tuple[float, str, torch.dtype]:
+    """Return the largest relative difference of results and gradients, what differs, a dtype."""
+    ours = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
+    theirs = [one for one in tree_flatten(expected)[0] if isinstance(one, torch.Tensor)]
+    precision = torch.float64
+    if len(ours) != len(theirs):
+        return float("inf"), "the number of results", precision
+    worst, where = 0.0, ""
+    pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    generator = torch.Generator().manual_seed(1)
+    for mine, other in zip(ours, theirs, strict=True):
+        whole = _joined(mine)
+        if whole.is_floating_point() and whole.dtype != torch.float64:
+            precision = whole.dtype
+        difference = _relative(whole, other)
+        if not difference <= worst:
+            worst, where = difference, "the result"
+        if other.requires_grad and other.is_floating_point():
+            direction = torch.randn(other.shape, generator=generator, dtype=torch.float64)
+            direction = direction.to(other.device, other.dtype)
+            own = direction
+            if isinstance(mine, SplitTensor):
+                own = mine.division.cut(direction, axis.rank, axis.size)
+                mine = mine.local
+            if not mine.requires_grad:
+                return float("inf"), "the result, which has no gradient,", precision
+            pairs.append((mine, own, other, direction))
+    for number, (mine, other) in enumerate(zip(split.given, plain.given, strict=True)):
+        difference = _relative(_joined(mine), other)
+        if not difference <= worst:
+            worst, where = difference, f"argument {number + 1} afterwards"
+    if not pairs or not worst < float("inf"):
+        return worst, where, precision
+    own_leaves = [leaf for leaf, _ in split.leaves if leaf.requires_grad]
+    whole_leaves = [leaf for leaf, _ in plain.leaves if leaf.requires_grad]
+    of = [value for leaf, value in split.leaves if leaf.requires_grad]
+    mine_, own_, other_, direction_ = zip(*pairs, strict=True)
+    got = torch.autograd.grad(mine_, own_leaves, own_, allow_unused=True)
+    wanted = torch.autograd.grad(other_, whole_leaves, direction_, allow_unused=True)
+    for number, (value, own_leaf, whole_leaf, a, b) in enumerate(
+        zip(of, own_leaves, whole_leaves, got, wanted, strict=True)
+    ):
+        a = torch.zeros_like(own_leaf) if a is None else a
+        b = torch.zeros_like(whole_leaf) if b is None else b
+        a = a.to_dense() if a.is_sparse else a
+        b = b.to_dense() if b.is_sparse else b
+        a = a if value is None else value.division.join(axis.pieces(a))
+        difference = _relative(a, b)
+        if not difference <= worst:
+            worst, where = difference, f"the gradient of argument {number + 1}"
+    return worst, where, precision
+
+
+def _joined(value: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, SplitTensor):
+        with torch.no_grad():
+            return value.division.join(value.axis.pieces(value.local.detach()))
+    return value.detach()
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, in parts of the largest element."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not found.numel():
+        return 0.0
+    if not found.is_floating_point() and not found.is_complex():
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    found, expected = found.detach(), expected.detach()
+    equal = (found == expected) | (found.isnan() & expected.isnan())
+    difference = (found - expected).abs().masked_fill(equal, 0).max()
+    finite = expected.abs().masked_fill(~expected.isfinite(), 0)
+    value = float(difference / finite.max().clamp(min=1e-30)) if float(difference) else 0.0
+    return value if value == value else float("inf")
+
 
 MEMORY_FACTOR = 3  # whole parameters, their gradients, and activations
 

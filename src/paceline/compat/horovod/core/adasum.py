@@ -25,8 +25,8 @@ def reduce_tensors(exchange: Exchange, tensors: Sequence[torch.Tensor]) -> None:
     distance = 1
     while distance < exchange.size:
         peer = exchange.rank ^ distance
-        flat = torch.cat([one.reshape(-1) for one in tensors])
-        others = exchange.swap(flat, peer).split([one.numel() for one in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        others = exchange.swap(flat, peer).split([tensor.numel() for tensor in tensors])
         for one, other in zip(tensors, others, strict=True):
             both = (one, other.view_as(one))
             first, second = both if exchange.rank < peer else both[::-1]

@@ -24,69 +24,24 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ....plurals import named_ranks
 from ....record.hooks.error_messages import NAMED_PEER_GONE
 from .. import timeline
 from ..environment import HorovodSettings
 from .errors import HorovodInternalError, HorovodShutdownError
+from .exchange import GroupMeetings
+from .execute import Executor
 from .negotiation import Decision, Fusion, Message, Negotiator
-from .notices import Notices
+from .notices import Notices, StallMonitor
 from .operation import Operation
 from .requests import Kind, Request
-from .stalls import StallMonitor
 
 # While no thread waits for an operation, the background thread collects submissions until they have
 # so many bytes, or for so many cycle times: a meeting costs as much for one operation as for many.
 EARLY_BYTES, COLLECTED_CYCLES = 4 << 20, 5
 LEAVE_TIMEOUT_S = 5.0  # for the last meeting, when this rank leaves
 MIN_LEAVE_TIMEOUT_S = 0.2  # if an operation has failed, or ranks of another set did not come
-
-
-class Meetings(Protocol):
-    """How the ranks of a process set meet."""
-
-    def minimum(self, vector: bytearray) -> None:
-        """Replace each byte of the vector by the smallest of all ranks."""
-
-    def gather(self, message: Message) -> list[Message]:
-        """Return the messages of all ranks."""
-
-    def limit(self, seconds: float) -> None:
-        """Set the time that the next meetings wait for late ranks."""
-
-    def abort(self) -> None:
-        """End the meeting in which another thread waits, with an error, if that is possible."""
-
-
-class Executes(Protocol):
-    """Executes operations that are ready on all ranks, in this order.
-
-    None stands for an operation that this rank, which has joined, has not submitted.
-
-    Attributes:
-        fusion_bytes: Maximum size of operations that are exchanged together.
-    """
-
-    fusion_bytes: int
-
-    def __call__(self, ready: Sequence[tuple[Request, Operation | None]]) -> None: ...
-
-    def prepare(self, operations: Sequence[Operation]) -> None:
-        """Note that this thread submits operations."""
-
-    def follow(self, operations: Sequence[Operation]) -> None:
-        """Note that this thread uses the results of operations next."""
-
-    def begin_wait(self) -> None:
-        """Note that this thread begins to wait for an operation."""
-
-    def end_wait(self) -> None:
-        """Note that this thread has waited."""
-
-    def all_left(self, since_ns: int) -> None:
-        """Note that all ranks have left; this one has waited for the others since then."""
 
 
 class Coordinator:
@@ -101,8 +56,8 @@ class Coordinator:
         self,
         rank: int,
         members: Sequence[int],
-        meetings: Meetings,
-        execute: Executes,
+        meetings: GroupMeetings,
+        execute: Executor,
         settings: HorovodSettings,
         notices: Notices,
     ) -> None:
@@ -430,7 +385,7 @@ class Coordinator:
             drawn.slice(
                 *(request.name, kind, decided_ns, now),
                 dtype=", ".join(dict.fromkeys(request.dtypes)),
-                shape=str([list(one) for one in request.shapes]),
+                shape=str([list(shape) for shape in request.shapes]),
             )
 
     def _note(self, decision: Decision) -> None:
@@ -474,8 +429,8 @@ def shutdown_error(left: Sequence[int]) -> HorovodShutdownError:
     have = "has" if len(left) == 1 else "have"
     return HorovodShutdownError(
         f"Horovod has been shut down: {named_ranks(left)} {have} called hvd.shutdown() or ended. "
-        "HINT: call hvd.join() on a rank that has no more data, and the same collectives on all "
-        "ranks"
+        "HINT: give all ranks as many batches, or call hvd.join() on a rank that has no more data, "
+        "and the same collectives on all ranks"
     )
 
 

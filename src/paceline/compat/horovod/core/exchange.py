@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....comm.group_device import exchangeable
+from ....comm.group_device import all_gather_flat, exchangeable, reduce_scatter_flat
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared_memory_group import SharedMemoryGroup
 from ....plurals import named_ranks
@@ -30,9 +30,6 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-# Newer versions of torch have other names for them, and warn about these.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Exchange:
@@ -113,7 +110,7 @@ class Exchange:
             return [list(numbers)]
         own = exchangeable(torch.tensor(numbers, dtype=torch.int64), self.group)
         rows = own.new_empty(self.size * len(own))
-        _all_gather(rows, own, group=self._plain)
+        all_gather_flat(rows, own, group=self._plain)
         return [list(map(int, row)) for row in rows.view(self.size, -1).tolist()]
 
     def all_gather(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -135,7 +132,8 @@ class Exchange:
             tensor,
             gathered.nbytes,
             lambda group: (
-                gathered.numel() and _all_gather(as_bytes(gathered), as_bytes(padded), group=group)
+                gathered.numel()
+                and all_gather_flat(as_bytes(gathered), as_bytes(padded), group=group)
             ),
         )
         if min(rows) == most:
@@ -201,7 +199,7 @@ class Exchange:
             tensor.nbytes,
             lambda group: (
                 own.numel()
-                and _reduce_scatter(own.view(-1), padded.reshape(-1), _OPS[op], group=group)
+                and reduce_scatter_flat(own.view(-1), padded.reshape(-1), _OPS[op], group=group)
             ),
         )
         return own[: counts[self.rank]].to(device)
@@ -327,7 +325,7 @@ class RecordedWaits:
 
 
 class GroupMeetings:
-    """Meetings by collectives of the process set's group, which are not recorded."""
+    """How the ranks of a process set meet: by collectives of its group, which are not recorded."""
 
     def __init__(self, group: Any) -> None:
         self._recorded = group
@@ -339,6 +337,7 @@ class GroupMeetings:
         return unrecorded(self._recorded)
 
     def minimum(self, vector: bytearray) -> None:
+        """Replace each byte of the vector by the smallest of all ranks."""
         if len(vector) != len(self._bytes):
             self._bytes = bytearray(len(vector))
             self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
@@ -351,14 +350,17 @@ class GroupMeetings:
         vector[:] = self._bytes
 
     def gather(self, message: Message) -> list[Message]:
+        """Return the messages of all ranks."""
         return all_gather_objects(message, Message, self._group)
 
     def limit(self, seconds: float) -> None:
+        """Set the time that the next meetings wait for late ranks."""
         group = self._group
         if isinstance(group, SharedMemoryGroup):
             group.timeout = seconds
 
     def abort(self) -> None:
+        """End the meeting in which another thread waits, with an error, if that is possible."""
         break_group = getattr(getattr(self._group, "kernel", None), "break_group", None)
         if break_group is not None:  # the other kernels and gloo can't be interrupted
             break_group()

@@ -64,7 +64,7 @@ class Plan:
 
 
 class Executor:
-    """Executes operations of one process set on this rank.
+    """Executes operations of one process set that are ready on all ranks, in the same order.
 
     Args:
         fusion_bytes: Largest bucket.
@@ -79,26 +79,32 @@ class Executor:
         self._plans: dict[Any, Plan] = {}  # by the identities of their requests
 
     def begin_wait(self) -> None:
+        """Note that this thread begins to wait for an operation."""
         self.exchange.begin_wait()
 
     def end_wait(self) -> None:
+        """Note that this thread has waited."""
         self.exchange.end_wait()
 
     def all_left(self, since_ns: int) -> None:
+        """Note that all ranks have left; this one has waited for the others since then."""
         self.exchange.launched_ns = since_ns
         self.exchange.barrier()
 
     def prepare(self, operations: Sequence[Operation]) -> None:
+        """Note that this thread submits operations."""
         for operation in operations:
             if operation.request.device != "cpu":
                 self._streams.note_submission(operation)
 
     def follow(self, operations: Sequence[Operation]) -> None:
+        """Note that this thread uses the results of operations next."""
         for operation in operations:
             if operation.event is not None:
                 self._streams.follow(operation)
 
     def __call__(self, ready: Sequence[Ready]) -> None:
+        """Execute operations; None stands for one that this rank, which has joined, lacks."""
         if all(one is None or one.event is None for _, one in ready):
             self._execute(ready)
             return
@@ -273,7 +279,7 @@ class FusionBuffer:
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.flat = tensors[0].new_empty(sum(one.numel() for one in tensors))
+        self.flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
         self.parts: list[torch.Tensor] = list(_unflatten_dense_tensors(self.flat, tensors))
 
 

@@ -139,7 +139,7 @@ def find_mismatch(requests: Mapping[int, Request]) -> str:
     requests: by global rank.
     """
     first = next(iter(requests.values()))
-    if all(one.signature == first.signature for one in requests.values()):
+    if all(request.signature == first.signature for request in requests.values()):
         return _invalid(first)
     for words, value, hint in _COMPARED:
         if text := _differing(requests, words, value, hint):

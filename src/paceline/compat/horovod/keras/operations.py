@@ -127,9 +127,9 @@ def _apart(tensors: list[Any]) -> list[Any]:
     """
     known: set[int] = set()
     found = []
-    for one in tensors:
-        found.append(one.clone() if one.data_ptr() in known else one)
-        known.add(one.data_ptr())
+    for tensor in tensors:
+        found.append(tensor.clone() if tensor.data_ptr() in known else tensor)
+        known.add(tensor.data_ptr())
     return found
 
 

@@ -7,10 +7,9 @@ from ..core.process_sets import ProcessSet, global_process_set
 from ..gradient_rules import GradientRules, new_rules
 from ..torch.basics import Average
 from ..torch.compression import Compression
+from ..torch.gradient_exchange import STATE, check_passes, state_of
 from .library import keras
 from .operations import all_true, exchange_gradients
-
-_STATE = "_horovod"  # attribute of the optimizer with its _State
 
 
 class _State:
@@ -47,7 +46,7 @@ class DistributedMethods:
     def _clip_gradients(self, grads: Any) -> Any:
         state = _state(self)
         # Without variables whose gradient is None, which may be others on other ranks.
-        numbers = [self._get_variable_index(one) for one in state.variables]  # type: ignore[attr-defined]
+        numbers = [self._get_variable_index(variable) for variable in state.variables]  # type: ignore[attr-defined]
         exchanged = state.rules.exchange(list(grads), state.variables, exchange_gradients, numbers)
         if state.factor != 1:
             exchanged = [None if one is None else one * state.factor for one in exchanged]
@@ -113,7 +112,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if not issubclass(own, DistributedMethods):
         described = {"__module__": own.__module__, "__qualname__": own.__qualname__}
         inner.__class__ = type(own.__name__, (DistributedMethods, own), described)
-    inner.__dict__[_STATE] = _State(rules, factor)
+    inner.__dict__[STATE] = _State(rules, factor)
     return optimizer
 
 
@@ -183,13 +182,7 @@ def retrace_without_exchange(model: Any) -> None:
 
 
 def _state(optimizer: Any) -> _State:
-    state = optimizer.__dict__.get(_STATE)
-    if not isinstance(state, _State):
-        raise RuntimeError(
-            "this copy of a DistributedOptimizer does not exchange gradients. HINT: call "
-            "hvd.DistributedOptimizer for the copy"
-        )
-    return state
+    return state_of(optimizer, _State)
 
 
 def _check_class(optimizer: Any) -> None:
@@ -205,8 +198,7 @@ def _check_class(optimizer: Any) -> None:
 
 def _accumulate(optimizer: Any, passes: Any, averages: bool) -> float:
     """Let the optimizer accumulate gradients; return the factor for the mean of them."""
-    if not isinstance(passes, int) or passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r:.40}")
+    check_passes(passes)
     if passes == 1:
         return 1.0
     if optimizer.built:

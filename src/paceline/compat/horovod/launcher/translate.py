@@ -11,8 +11,7 @@ from pathlib import Path
 from ....cluster.schedulers.detect import find_allocation
 from ....cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from ....launch.recovery.discovery import discover_hosts
-from .config_file import read_config
-from .option_table import DDLRUN, HOROVODRUN, LaunchOption
+from .option_table import DDLRUN, HOROVODRUN, LaunchOption, read_config
 
 RESTARTS = 10  # of elastic jobs without --reset-limit; Horovod has no limit
 TOOLS = {"horovodrun": HOROVODRUN, "ddlrun": DDLRUN}
@@ -60,7 +59,7 @@ def translate(tool: str, words: list[str]) -> RunCommand:
     if given.roles & {"version", "build"}:
         result.role = "version" if "version" in given.roles else "build"
         return result
-    result.words += _hosts(tool, given)
+    result.words += _hosts(given)
     result.words += [word for item in given.variables.items() for word in _env("=".join(item))]
     result.words += _python(tool, rest)
     return result
@@ -171,7 +170,7 @@ def _number(name: str, text: str) -> int:
     return number
 
 
-def _hosts(tool: str, given: _Given) -> list[str]:
+def _hosts(given: _Given) -> list[str]:
     """Return the options of ``paceline run`` for the hosts, the number of ranks, and restarts."""
     values = given.values
     ranks = _number("-np", given.ranks) if given.ranks else None
@@ -182,7 +181,7 @@ def _hosts(tool: str, given: _Given) -> list[str]:
     if hosts and (slots or "hostfile" not in values):
         words += [
             "-H",
-            ",".join(f"{one.name}:{one.slots}" if one.slots else one.name for one in hosts),
+            ",".join(f"{host.name}:{host.slots}" if host.slots else host.name for host in hosts),
         ]
     elif "hostfile" in values:
         words += ["--hostfile", values["hostfile"]]
@@ -200,7 +199,7 @@ def _hosts(tool: str, given: _Given) -> list[str]:
 def _named_hosts(values: dict[str, str], slots: int | None) -> list[Host]:
     if "discovery" in values:
         hosts = discover_hosts(values["discovery"])
-        if bare := [one.name for one in hosts if not one.slots and not slots]:
+        if bare := [host.name for host in hosts if not host.slots and not slots]:
             raise ValueError(
                 f"--host-discovery-script {values['discovery']} printed {bare[0]} without a number "
                 "of slots. HINT: --slots-per-host 4, or one host a line: host1:4"
@@ -211,14 +210,14 @@ def _named_hosts(values: dict[str, str], slots: int | None) -> list[Host]:
         hosts = read_hostfile(values["hostfile"])
     else:
         hosts = []
-    return [Host(one.name, one.slots or slots) for one in hosts]
+    return [Host(host.name, host.slots or slots) for host in hosts]
 
 
 def _elastic_ranks(values: dict[str, str], hosts: list[Host], ranks: int | None) -> int | None:
     """Return the number of ranks of an elastic job: all slots, up to --max-np. With a discovery
     script, return the largest number, or None without a limit.
     """
-    total = sum(one.slots or 0 for one in hosts)
+    total = sum(host.slots or 0 for host in hosts)
     if not total:
         return ranks
     least = _number("--min-np", values["min"]) if "min" in values else ranks or 1
@@ -239,7 +238,7 @@ def _restarts(values: dict[str, str], hosts: list[Host], ranks: int | None) -> l
     words = ["--max-restarts", str(limit)]
     discovers = "discovery" in values
     least = _number("--min-np", values["min"]) if "min" in values else ranks
-    slots = sorted(one.slots or 0 for one in hosts)
+    slots = sorted(host.slots or 0 for host in hosts)
     if discovers:
         least = least or 1
     elif least is None or len(slots) < 2 or not slots[0]:

@@ -288,8 +288,8 @@ def _number(function: Callable[[], int]) -> Any:
 def _uneven_specs(tensors: Sequence[Any]) -> list[Any]:
     """Return the specs of results whose first dimension is known when they are computed."""
     return [
-        tf.TensorSpec([None, *one.shape[1:]] if one.shape.rank else None, one.dtype)
-        for one in tensors
+        tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else None, tensor.dtype)
+        for tensor in tensors
     ]
 
 
@@ -308,7 +308,7 @@ def _run(
         specs: Returns the specs of the results.
         keeps_results: Whether ``backward`` needs the results; otherwise it gets none.
     """
-    own = [tf.convert_to_tensor(one) for one in tensors]
+    own = [tf.convert_to_tensor(tensor) for tensor in tensors]
 
     def run(*own: Any) -> Any:
         results = call_on_host(forward, own, specs(own))

@@ -61,7 +61,7 @@ def call_on_host(
         )
     if tf.executing_eagerly():
         results = function(*[from_tensorflow(one) for one in inputs])
-        return [to_tensorflow(one) for one in results]
+        return [to_tensorflow(result) for result in results]
     graph = tf.compat.v1.get_default_graph()
     if _is_compiled(graph):
         raise ValueError(_XLA)
@@ -115,7 +115,7 @@ def _turn() -> Any:
 
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
     """Return the ``tf.TensorSpec`` of results with the shapes and dtypes of these tensors."""
-    return [tf.TensorSpec(one.shape, one.dtype) for one in tensors]
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def from_tensorflow(tensor: Any) -> torch.Tensor:

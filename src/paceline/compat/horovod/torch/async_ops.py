@@ -250,9 +250,9 @@ def _allreduce(
     if op is Adasum:
         world.check_adasum(process_set)
     inputs = checked(prefix, tensors, reduces=True)
-    results = [torch.empty_like(one) for one in inputs] if outputs is None else inputs
+    results = [torch.empty_like(tensor) for tensor in inputs] if outputs is None else inputs
     request = new_request(prefix, Kind.ALLREDUCE, inputs, name, process_set, op, factors)
-    if outputs is not None and any(one.requires_grad for one in outputs):
+    if outputs is not None and any(output.requires_grad for output in outputs):
         return submit(
             coordinator,
             Operation(request, inputs, results),
@@ -341,7 +341,7 @@ def _rows_for_ranks(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
                 f"{splits.dtype}. HINT: splits.int()"
             )
         splits = splits.reshape(-1).tolist()
-    rows = [int(one) for one in splits]
+    rows = [int(split) for split in splits]
     if len(rows) != size:
         raise ValueError(
             "alltoall: Number of entries in splits does not equal number of workers: "

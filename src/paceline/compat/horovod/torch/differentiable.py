@@ -4,6 +4,7 @@ The gradient of a result with respect to each rank's tensor follows Horovod's co
 average their losses, except in an all-reduce with Sum.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class HorovodAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [one.contiguous() for one in gradients]
+        own = [gradient.contiguous() for gradient in gradients]
         reduced = run(lambda: grouped_allreduce_async(own, None, None, *ctx.arguments))
         return (None, None, None, None, *reduced)
 
@@ -57,7 +58,7 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [one.contiguous() for one in gradients]
+        own = [gradient.contiguous() for gradient in gradients]
         reduced = run(lambda: grouped_allreduce_async(own, op=Average, process_set=ctx.process_set))
         counts = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         starts = counts[: ctx.process_set.rank()].sum(0).tolist()
@@ -123,7 +124,7 @@ class HorovodReducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [(one * ctx.factor).contiguous() for one in gradients]
+        own = [(gradient * ctx.factor).contiguous() for gradient in gradients]
         gathered = run(lambda: grouped_allgather_async(own, process_set=ctx.process_set))
         return (None, None, None, None, *gathered)
 
@@ -138,7 +139,9 @@ def _run(
     function: Any, start: Start, arguments: tuple[Any, ...], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Run an operation; through autograd if a tensor needs a gradient."""
-    if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in tensors):
+    if torch.is_grad_enabled() and any(
+        getattr(tensor, "requires_grad", False) for tensor in tensors
+    ):
         return list(function.apply(start, *arguments, *tensors))
     return list(_results(lambda: start(*tensors)))
 
@@ -185,24 +188,6 @@ def allreduce(
     return result
 
 
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Reduce a tensor over all ranks in place, and return it."""
-    reduced: torch.Tensor = run(
-        lambda: allreduce_async_(
-            tensor, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-    return reduced
-
-
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -214,7 +199,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return tensors reduced over all ranks, which are exchanged together."""
-    pairs = [compression.compress(one) for one in tensors]
+    pairs = [compression.compress(tensor) for tensor in tensors]
     arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
 
     def start(*own: torch.Tensor) -> int:
@@ -223,24 +208,6 @@ def grouped_allreduce(
 
     reduced = _run(HorovodAllreduce, start, arguments, [one for one, _ in pairs])
     return _decompressed_all(compression, reduced, pairs)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Reduce tensors over all ranks in place, together, and return them."""
-    reduced: list[torch.Tensor] = run(
-        lambda: grouped_allreduce_async_(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-    return reduced
 
 
 def allgather(
@@ -278,17 +245,6 @@ def broadcast(
     """Return the tensor of the global rank ``root_rank``."""
     function: Any = HorovodBroadcast
     received: torch.Tensor = function.apply(tensor, root_rank, name, process_set)
-    return received
-
-
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Replace the tensor by that of the global rank ``root_rank``, and return it."""
-    received: torch.Tensor = run(lambda: broadcast_async_(tensor, root_rank, name, process_set))
     return received
 
 
@@ -337,7 +293,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's part of each tensor reduced over all ranks, exchanged together."""
-    pairs = [compression.compress(one) for one in tensors]
+    pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
 
     def start(*own: torch.Tensor) -> int:
@@ -346,3 +302,27 @@ def grouped_reducescatter(
     own = [one for one, _ in pairs]
     parts = _run(HorovodReducescatter, start, (op, factors, process_set), own)
     return _decompressed_all(compression, parts, pairs)
+
+
+def _waiting(start: Start, name: str, doc: str) -> Callable[..., Any]:
+    """Return a function that starts an operation, waits for it and returns its result."""
+
+    @functools.wraps(start)
+    def function(*args: Any, **options: Any) -> Any:
+        return run(lambda: start(*args, **options))
+
+    function.__name__, function.__doc__ = name, doc
+    return function
+
+
+allreduce_ = _waiting(
+    allreduce_async_, "allreduce_", "Reduce a tensor over all ranks in place, and return it."
+)
+grouped_allreduce_ = _waiting(
+    *(grouped_allreduce_async_, "grouped_allreduce_"),
+    "Reduce tensors over all ranks in place, together, and return them.",
+)
+broadcast_ = _waiting(
+    *(broadcast_async_, "broadcast_"),
+    "Replace the tensor by that of the global rank ``root_rank``, and return it.",
+)

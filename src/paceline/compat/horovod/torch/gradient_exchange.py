@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -27,6 +27,25 @@ from .named_parameters import parameters_of, split_evenly
 from .submission import checked, coordinator_of, new_request, reduce_op
 
 BATCH_BYTES = 1 << 20  # of gradients that are submitted together
+STATE = "_horovod"  # attribute of optimizers and tapes: how their gradients are exchanged
+T = TypeVar("T")
+
+
+def state_of(optimizer: Any, kind: type[T]) -> T:
+    """Return what a distributed optimizer knows; raises RuntimeError for a copy of one."""
+    state = optimizer.__dict__.get(STATE)
+    if not isinstance(state, kind):
+        raise RuntimeError(
+            "this copy of a DistributedOptimizer does not exchange gradients. HINT: call "
+            "hvd.DistributedOptimizer for the copy"
+        )
+    return state
+
+
+def check_passes(passes: Any) -> None:
+    """Raise ValueError for a number of backward passes that is no positive integer."""
+    if not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r:.40}. HINT: 1")
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,20 @@ class ExchangeOptions:
     groups: int | list[list[torch.Tensor]]
     sparse_as_dense: bool
     process_set: Any
+
+    def __post_init__(self) -> None:
+        if self.predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if not self.predivide_factor > 0:
+            raise ValueError(
+                f"gradient_predivide_factor must be > 0, not {self.predivide_factor}. HINT: leave "
+                "it out"
+            )
+        if self.process_set.process_set_id is None:
+            raise ValueError(
+                f"{self.process_set} is not registered. HINT: hvd.init(), then "
+                f"hvd.add_process_set({self.process_set.ranks})"
+            )
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -214,11 +247,13 @@ class GradientExchange:
     def _make_groups(self) -> None:
         groups = self.options.groups
         if isinstance(groups, int):
-            trained = [one for one in parameters_of(self.optimizer) if one.requires_grad]
+            trained = [
+                parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad
+            ]
             if not groups or not trained:
                 return
             # The order of rank 0 holds for all ranks, so that groups are the same.
-            by_name = {self._names[one]: one for one in trained}
+            by_name = {self._names[parameter]: parameter for parameter in trained}
             process_set = self.options.process_set
             root = process_set.ranks[0] if process_set.ranks else 0
             order = broadcast_object(
@@ -231,10 +266,12 @@ class GradientExchange:
                     "HINT: freeze the same parameters on every rank"
                 )
             groups = split_evenly([by_name[name] for name in order], groups)
-        members = {id(one) for one in parameters_of(self.optimizer) if one.requires_grad}
+        members = {
+            id(parameter) for parameter in parameters_of(self.optimizer) if parameter.requires_grad
+        }
         for number, group in enumerate(groups):
             trained = [one for one in group if id(one) in members]
-            self._group_of |= {id(one): number for one in trained}
+            self._group_of |= {id(parameter): number for parameter in trained}
             self._group_sizes.append(len(trained))
 
     def _on_gradient(self, one: _Watched, parameter: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ class GradientList:
         self, prefix: str, name: str, gradients: Sequence[torch.Tensor]
     ) -> tuple[Operation, list[Any]]:
         options = self._options
-        pairs = [options.compression.compress(packed(one.detach())) for one in gradients]
+        pairs = [options.compression.compress(packed(gradient.detach())) for gradient in gradients]
         inputs = checked(prefix, [tensor for tensor, _ in pairs], reduces=True)
         factors = options.factors
         op = reduce_op(options.op, None)

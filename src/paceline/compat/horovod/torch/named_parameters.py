@@ -1,5 +1,6 @@
 """Names and groups of the parameters of an optimizer, checked."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -65,6 +66,21 @@ def check_names(optimizer: Optimizer, named: Iterable[Any] | None) -> dict[torch
             f"{_listed(absent)}. {NAMED_HINT} of every model that the optimizer updates"
         )
     return {parameter: names[parameter] for parameter in parameters_of(optimizer)}
+
+
+def groups_of(num_groups: int, groups: Any, level: int) -> Any:
+    """Return ``groups=`` of a DistributedOptimizer, whose former name is ``num_groups``.
+
+    Args:
+        level: Of the script's call, for the warning.
+    """
+    if num_groups:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`",
+            DeprecationWarning,
+            stacklevel=level,
+        )
+    return groups if groups is not None or not num_groups else num_groups
 
 
 def check_groups(groups: Any) -> int | list[list[torch.Tensor]]:

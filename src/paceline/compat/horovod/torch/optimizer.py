@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .compression import Compression
-from .gradient_exchange import ExchangeOptions, GradientExchange
+from .gradient_exchange import STATE, ExchangeOptions, GradientExchange, check_passes, state_of
 from .mpi_ops import (
     Adasum,
     Average,
@@ -20,9 +20,7 @@ from .mpi_ops import (
     size,
     synchronize,
 )
-from .named_parameters import check_groups, check_names, parameters_of
-
-_STATE = "_horovod"  # attribute of the optimizer with its _StepState
+from .named_parameters import check_groups, check_names, groups_of, parameters_of
 
 
 class DeltaExchange:
@@ -79,7 +77,7 @@ class DistributedMethods:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set after how many backward passes the gradients are exchanged."""
-        _check_passes(passes)
+        check_passes(passes)
         _state(self).exchange.set_passes(passes)
 
     def synchronize(self) -> None:
@@ -199,20 +197,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             f"DistributedOptimizer wraps an optimizer of torch, not a {type(optimizer).__name__}. "
             "HINT: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
         )
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be > 0, not {gradient_predivide_factor}")
-    _check_passes(backward_passes_per_step)
-    if num_groups:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
-        )
-        groups = num_groups if groups is None else groups
-    if process_set.process_set_id is None:
-        raise ValueError(
-            f"{process_set} is not registered. HINT: hvd.add_process_set({process_set.ranks})"
-        )
+    check_passes(backward_passes_per_step)
+    groups = groups_of(num_groups, groups, level=3)
     names = check_names(optimizer, named_parameters)
     options = ExchangeOptions(
         compression, op, gradient_predivide_factor, check_groups(groups), sparse_as_dense,
@@ -242,7 +228,7 @@ def _wrapped(optimizer: Optimizer, state: _StepState) -> Any:
     # One dictionary for both: a learning-rate scheduler may hold the given optimizer, and
     # load_state_dict replaces attributes.
     made.__dict__ = optimizer.__dict__
-    setattr(made, _STATE, state)
+    setattr(made, STATE, state)
     if "step" in made.__dict__:  # a scheduler has put a function there, of the given optimizer
         made.step = MethodType(own.step, made)
     return made
@@ -250,19 +236,13 @@ def _wrapped(optimizer: Optimizer, state: _StepState) -> Any:
 
 def _unwrap(optimizer: Optimizer) -> None:
     """Remove the hooks of an earlier DistributedOptimizer of the same optimizer."""
-    state = optimizer.__dict__.pop(_STATE, None)
+    state = optimizer.__dict__.pop(STATE, None)
     if state is not None:
         state.exchange.close()
 
 
 def _state(optimizer: Any) -> _StepState:
-    state = optimizer.__dict__.get(_STATE)
-    if not isinstance(state, _StepState):
-        raise RuntimeError(
-            "this copy of a DistributedOptimizer does not exchange gradients. HINT: call "
-            "hvd.DistributedOptimizer for the copy"
-        )
-    return state
+    return state_of(optimizer, _StepState)
 
 
 def _exchanged(closure: Callable[[], Any], exchange: GradientExchange) -> Callable[[], Any]:
@@ -280,8 +260,3 @@ def _exchanged(closure: Callable[[], Any], exchange: GradientExchange) -> Callab
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
     return run
-
-
-def _check_passes(passes: Any) -> None:
-    if not isinstance(passes, int) or passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r:.40}")

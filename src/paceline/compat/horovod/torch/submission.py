@@ -129,7 +129,7 @@ def new_request(
         unnamed[number, prefix] += 1
         unique = f"{prefix}.noname.{unnamed[number, prefix]}"
         return _make_request(unique, kind, tensors, op, factors, root, is_named=False)
-    parts = [(one.shape, one.dtype, one.is_cpu) for one in tensors]
+    parts = [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in tensors]
     key = (prefix, name, number, op, factors, root, *parts)
     request = _requests.get(key)
     if request is None:
@@ -152,8 +152,8 @@ def _make_request(
     return Request(
         name,
         kind,
-        tuple(tuple(one.shape) for one in tensors),
-        tuple(str(one.dtype)[6:] for one in tensors),
+        tuple(tuple(tensor.shape) for tensor in tensors),
+        tuple(str(tensor.dtype)[6:] for tensor in tensors),
         tensors[0].device.type if tensors else "cpu",
         op,
         root,

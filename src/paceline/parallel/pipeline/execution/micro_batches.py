@@ -130,7 +130,7 @@ def whole_loss(
     first dim, where memory does not suffice, and where the loss draws random numbers.
     """
     unknown = torch.tensor([0.0, torch.inf], dtype=torch.float64)
-    flat = [tree_flatten(one)[0] for one in outputs]
+    flat = [tree_flatten(output)[0] for output in outputs]
     each = zip(*flat, strict=True)
     try:
         leaves = [_together(leaf, sizes) for leaf in each]

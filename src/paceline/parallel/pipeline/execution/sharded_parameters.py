@@ -1,11 +1,12 @@
-"""ZeRO-2 and ZeRO-3 in a pipeline: the replicas of a stage hold shards of its parameters.
+"""ZeRO in a pipeline: the replicas of a stage hold shards of its states or parameters.
 
 A stage uses a parameter once in each micro-batch. So whole parameters are gathered before the first
 micro-batch of a step, and their gradients are reduced and scattered after the last one: once in a
 step each, where ``fully_shard`` would do both for each micro-batch.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from ....comm.group_device import all_gather_flat, reduce_scatter_flat
 from ...mesh import DATA, Mesh
 from ...sharded.optimizer_parameters import replace_parameters
 from .buckets import buckets
-
-# names of PyTorch 2.13 and of earlier ones
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,8 @@ class ShardedParameter:
 
 class ShardedParameters:
     """The parameters of a stage, whole in a step and an evaluation, and in shards between them.
+
+    (ZeRO-2 and 3.)
 
     The module has the shards as its parameters while they are not gathered.
 
@@ -124,7 +124,7 @@ class ShardedParameters:
             for one, part in zip(bucket, own.split([one.length for one in bucket]), strict=True):
                 part[: one.local.numel()] = one.local.reshape(-1)
             every = own.new_empty(self._ranks * own.numel())
-            _all_gather(every, own, group=self._group)
+            all_gather_flat(every, own, group=self._group)
             columns = every.view(self._ranks, -1).split([one.length for one in bucket], dim=1)
             for one, column in zip(bucket, columns, strict=True):
                 flat = column.reshape(-1)[: one.shape.numel()]
@@ -148,7 +148,9 @@ class ShardedParameters:
         trained = [one for one in self._by_name.values() if one.whole.requires_grad]
         if not trained:
             return
-        used = torch.tensor([one.whole.grad is not None for one in trained], dtype=torch.int32)
+        used = torch.tensor(
+            [parameter.whole.grad is not None for parameter in trained], dtype=torch.int32
+        )
         used = used.to(trained[0].device)
         dist.all_reduce(used, group=self._group)
         found = [one for one, count in zip(trained, used.tolist(), strict=True) if count]
@@ -160,7 +162,7 @@ class ShardedParameters:
                     _fill(column, one.whole.grad.reshape(-1))
                     one.whole.grad = None
             mean = rows.new_empty(rows.size(1))
-            _reduce_scatter(mean, rows.view(-1), group=self._group)
+            reduce_scatter_flat(mean, rows.view(-1), group=self._group)
             mean /= self._ranks
             for one, part in zip(bucket, mean.split(lengths), strict=True):
                 self._add(one, part[: one.local.numel()].view(one.local.shape))
@@ -180,3 +182,90 @@ def _fill(rows: torch.Tensor, flat: torch.Tensor) -> None:
     rows[:full] = flat[: full * rows.size(1)].view(full, -1)
     if rest:
         rows[full, :rest] = flat[-rest:]
+
+
+def owners_of(
+    sizes: Mapping[str, int], stages_of: Mapping[str, Collection[int]], ranks: int
+) -> dict[str, int]:
+    """Return the data rank that updates each trained parameter of the whole model.
+
+    It is the same on all stages that hold a parameter. Data ranks get about equal bytes of each
+    stage.
+
+    Args:
+        sizes: Bytes of each trained parameter.
+        stages_of: The stages that hold it.
+        ranks: Number of data ranks.
+    """
+    taken: Counter[tuple[int, int]] = Counter()  # bytes by stage and data rank
+    owners = {}
+    for name in sorted(sizes, key=lambda one: -sizes[one]):
+        stages = stages_of[name]
+        owner = min(range(ranks), key=lambda rank: sum(taken[s, rank] for s in stages))
+        taken.update({(stage, owner): sizes[name] for stage in stages})
+        owners[name] = owner
+    return owners
+
+
+class ShardedStates:
+    """The states of an optimizer in parts on the replicas of a stage (ZeRO-1).
+
+    All replicas have all parameters and averaged gradients of their stage. In a step of the
+    optimizer each of them updates whole parameters of its own, and sends them to the others.
+
+    In its step the optimizer has the parameters that this rank updates; at any other time it has
+    all of the stage, so that clipping, scaling and zeroing of gradients see all of them.
+
+    Args:
+        parameters: Of this rank's stage, by name.
+        owners: Of each trained parameter of the model, the data rank that updates it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Mapping[str, int],
+        mesh: Mesh,
+    ) -> None:
+        self._mesh, self._group = mesh, mesh.data_group
+        self._owners = {name: owners[name] for name in parameters if name in owners}
+        own = mesh.place[DATA]
+        self._others = {id(parameters[n]) for n, owner in self._owners.items() if owner != own}
+        self._parts = [
+            [parameters[name] for name, owner in self._owners.items() if owner == rank]
+            for rank in range(mesh.data_size)
+        ]
+        self._whole: list[list[Any]] = []  # of each group, during a step
+        for parameter in [p for p in optimizer.state if id(p) in self._others]:
+            del optimizer.state[parameter]
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has the states of a parameter."""
+        return self._owners.get(name, self._mesh.place[DATA]) == self._mesh.place[DATA]
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore(optimizer)  # after a step that raised an error
+        self._whole = [list(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in self._others]
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore(optimizer)
+        ranks = self._mesh.ranks_along((DATA,))
+        for rank, part in zip(ranks, self._parts, strict=True):
+            for bucket in buckets(part):
+                flat = torch.cat([p.reshape(-1) for p in bucket])
+                dist.broadcast(flat, rank, self._group)
+                if rank != self._mesh.rank:
+                    pieces = flat.split([p.numel() for p in bucket])
+                    for parameter, piece in zip(bucket, pieces, strict=True):
+                        parameter.copy_(piece.view_as(parameter))
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        for group, params in zip(optimizer.param_groups, self._whole, strict=False):
+            group["params"] = params
+        self._whole = []

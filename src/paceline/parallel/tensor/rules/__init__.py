@@ -3,6 +3,8 @@
 Importing this package registers them.
 """
 
-from . import attention, layers, losses, order, products
+from . import layers, losses, products
+from . import layers as order
+from . import products as attention
 
 RULES_OF = (attention, layers, losses, order, products)

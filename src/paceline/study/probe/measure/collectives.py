@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....comm.group_device import all_gather_flat, reduce_scatter_flat
 from ....comm.shared_memory_group import SharedMemoryGroup
 from ....cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
 from ....record.hooks.collectives import RecordedGroup
@@ -23,10 +24,6 @@ SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 QUICK = tuple(1 << power for power in range(12, 25, 4))  # 4 KiB to 16 MiB
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 LEAST, MOST = 5, 200  # minimum and maximum number of repetitions
-
-# PyTorch 2.13 renamed these collectives.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,8 @@ def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable
     part = torch.zeros(each, device=members.device)
     calls: dict[str, Callable[[], Any]] = {
         "all-reduce": lambda: dist.all_reduce(whole, group=group),
-        "all-gather": lambda: _ALL_GATHER(whole, part, group=group),
-        "reduce-scatter": lambda: _REDUCE_SCATTER(part, whole, group=group),
+        "all-gather": lambda: all_gather_flat(whole, part, group=group),
+        "reduce-scatter": lambda: reduce_scatter_flat(part, whole, group=group),
         "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     call = calls[operation]

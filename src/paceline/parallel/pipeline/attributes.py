@@ -7,14 +7,15 @@ else, such as a configuration; all others by identity.
 import enum
 import random
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from ..record.hooks.phases import UncopiedHook
+from ...record.hooks.phases import UncopiedHook
 
 MAX_ITEMS = 4096  # of one attribute that are compared in each step
 MAX_DEPTH = 6
@@ -100,3 +101,47 @@ def _state_of_generator(value: Any) -> str:
         bits = getattr(value, "bit_generator", None)
         return repr(bits.state) if bits is not None else ""
     return ""
+
+
+class KeptByAnotherStage:
+    """Stands for a tensor that another stage has; each use of it is an error.
+
+    One process has the tensor, and a loss that reads it would silently leave it out otherwise.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            f"pipeline: the forward keeps {self.name} as an attribute, and another stage runs it: "
+            "this rank does not have it. HINT: return it from the forward, if the loss uses it"
+        )
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):  # Python asks for what it may use, such as __deepcopy__
+            raise AttributeError(key)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        next(one for one in tree_leaves(given) if isinstance(one, cls))._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = _refuse
+    __float__ = __bool__ = __len__ = __iter__ = __getitem__ = _refuse
+
+
+def mark_kept(model: nn.Module, kept: Mapping[str, Any], run_here: Iterable[str]) -> None:
+    """Replace attributes that other stages keep, and that are None here.
+
+    Args:
+        kept: What the attributes were before the forward, by name.
+        run_here: Names of the modules that this rank runs as a whole.
+    """
+    prefixes = tuple(f"{name}." for name in run_here)
+    for name, before in kept.items():
+        owner, _, key = name.rpartition(".")
+        if before is None and not name.startswith(prefixes):
+            setattr(model.get_submodule(owner), key, KeptByAnotherStage(name))
