@@ -277,7 +277,7 @@ class PipelineModel(DistributedModel):
             self._plans[key] = plan
             own = range(self.mesh.place[STAGE], virtual, self._stages)
             run_here = {event.target for stage in own for _, event in plan.stages[stage].events}
-            atoms = run_here.intersection(self.skeleton.atoms.names)
+            atoms = [name for name in self.skeleton.atoms.names if name in run_here]
             mark_kept(self.module, self.skeleton.kept, atoms)
         return self._plans[key]
 

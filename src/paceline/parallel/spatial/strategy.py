@@ -31,7 +31,7 @@ from ..sharded.strategy import FullySharded
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import layers as products  # noqa: F401 - rules
+from . import all_positions, convolution, layers, shapes, windows  # noqa: F401 - rules
 from .exchange import summed
 from .partition import FROM_END
 from .samples import AXES, check_same, spatial_groups, split_inputs

@@ -18,8 +18,8 @@ from msgspec import Meta
 from ...analyze.scaling.study_folder import StoredStudy, read_runs, read_stored, write_study
 from ...analyze.scaling.study_model import MIN_REPEATS, Amount, Ranks, Seconds, StudyRun
 from ...launch.submit.batch_options import Batch, Resources, clock, job_name, usual_warning
+from ...launch.submit.schedulers import SCHEDULERS
 from ...launch.submit.submit import (
-    SCHEDULERS,
     command_script,
     is_active,
     scheduler,
