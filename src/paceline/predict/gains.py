@@ -383,8 +383,7 @@ def data_parallel(e: Evidence, cause: Cause) -> Saving | None:
     overlaps with the backward.
     """
     gathers = _part(cause, "forward_gathers_s", "backward_gathers_s") * cause.share
-    size = sum(e.first_facts.get("parameters", {}).values())
-    size = max(size, cause.evidence.get("gathered_bytes", 0))
+    size = max(e.parameter_bytes, cause.evidence.get("gathered_bytes", 0))
     more = _unsharded_part(e) * UNSHARDED_FACTOR * size
     if not size or e.sharded is None or not _fits(e, more):
         return None

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..analyze.diagnosis.causes import Cause
@@ -12,8 +13,10 @@ from ..analyze.diagnosis.rules.script import off_core_share
 from ..analyze.diagnosis.rungs import Interval
 from ..analyze.diagnosis.table import CAUSES
 from ..knobs.registry import COMPUTING, KNOBS, Knob
+from ..security.files import read_regular
 from .gains import predict_saving
 
+MAX_SOURCE_BYTES = 4 << 20  # of a script
 MIN_SAVING = 0.01  # share of a step: smaller savings are not proposed
 MAX_SAVING = 0.95  # share of a step: larger savings are not credible and are clipped
 MIN_UNCERTAINTY = 0.2  # minimum relative uncertainty of a gain: error of narrower predictions
@@ -22,6 +25,14 @@ MIN_COMPUTING_SHARE = (
 )
 MAX_CAUSE_SHARE = 0.2  # a larger cause comes before faster computing
 MAX_OF_CAUSE = 4  # remedies of one cause, of those that Paceline can set and of the edits each
+
+
+def read_script(script: str | Path) -> str:
+    """Return the source of a training script; "" if it is a module's name or cannot be read."""
+    try:
+        return read_regular(script, MAX_SOURCE_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
 
 
 def remedies(

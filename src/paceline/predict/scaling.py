@@ -19,8 +19,7 @@ from ..analyze.scaling.costs import SizeCosts
 from ..analyze.scaling.forecast import analyse_kind
 from ..analyze.scaling.study_folder import RECORD_FOLDER
 from ..analyze.scaling.study_model import ScalingStudy
-from ..security.files import read_regular
-from .remedies import remedies
+from .remedies import read_script, remedies
 
 MIN_STEP_SHARE = 0.02  # of a step at the larger size: for less, nothing is proposed
 
@@ -96,7 +95,7 @@ def study_proposals(study: ScalingStudy, kind: str) -> dict[int, list[Proposal]]
     analysis = analyse_kind(study, kind)
     if analysis is None:
         return {}
-    script = _source(Path(study.request.cwd) / study.request.script)
+    script = read_script(Path(study.request.cwd) / study.request.script)
     costs = {size.ranks: size for size in analysis.costs}
     found = {}
     for bend in analysis.bends:
@@ -112,14 +111,3 @@ def _report(record: Path) -> Report | None:
         return analyse(load_run(record))
     except (ValueError, OSError):
         return None
-
-
-MAX_SOURCE_BYTES = 4 << 20
-
-
-def _source(script: Path) -> str:
-    """Return the source of the script; "" if it is a module's name or cannot be read."""
-    try:
-        return read_regular(script, MAX_SOURCE_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""

@@ -245,6 +245,11 @@ class Evidence:
         return max(with_communication - self.mean_usage("silent", "crowded"), 0.0)
 
     @property
+    def parameter_bytes(self) -> float:
+        """Bytes of the parameters of the first rank; 0 if unknown."""
+        return float(sum(self.first_facts.get("parameters", {}).values()))
+
+    @property
     def first_facts(self) -> dict[str, Any]:
         """Facts of the first rank; most of them are the same on all ranks."""
         return self.facts[0] if self.facts else {}

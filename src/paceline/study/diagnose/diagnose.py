@@ -41,7 +41,7 @@ from ...analyze.sharding.sharded_model import sharded_model
 from ...cost.machine.machine_file import Machine
 from ...plurals import counted, named_ranks
 from ...predict import history
-from ...predict.remedies import remedies
+from ...predict.remedies import read_script, remedies
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .ladder import climb_ladder
 from .run_script import OutOfTimeError, RunRequest
@@ -132,7 +132,7 @@ def run_diagnosis(
     report = examined.report
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_noisy_rounds(rungs)]
-    notes += growing_notes(ladder.first.records, _source(asked.script))
+    notes += growing_notes(ladder.first.records, read_script(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     parts = FailedParts()
     lines = parts.compute("lines of the script", lambda: _line_profile(ladder, last), None)
@@ -169,7 +169,7 @@ def run_diagnosis(
         )
         found = ranked([*found, *more])
     caused, usual = split_usual(found)
-    source = _source(asked.script)
+    source = read_script(asked.script)
     would = parts.compute(
         "the remedies", lambda: remedies(evidence, found, source, asked.settings), []
     )
@@ -291,14 +291,6 @@ def _pairs(script: str, trial: Trial) -> Iterator[history.Pair]:
             yield history.Pair(
                 date, name, knob, source, said.mean, said.low, said.high, trial.gain.mean
             )
-
-
-def _source(script: str) -> str:
-    """Return the source of the script, or "" if the file cannot be read (a module)."""
-    try:
-        return Path(script).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | None:

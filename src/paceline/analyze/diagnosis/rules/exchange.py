@@ -115,8 +115,8 @@ def _barriers(e: Evidence, calls: Collective) -> NamedCause:
 
 def _accumulation(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | None:
     """Return the cause if gradients are accumulated, but synchronized in each backward."""
-    size = sum(e.first_facts.get("parameters", {}).values())
-    if g.exchanging < MIN_SYNCED_BACKWARDS or g.bytes < MIN_SYNCED_BACKWARDS * (size or g.bytes):
+    least = MIN_SYNCED_BACKWARDS * (e.parameter_bytes or g.bytes)
+    if g.exchanging < MIN_SYNCED_BACKWARDS or g.bytes < least:
         return None
     sentence = (
         f"gradients are synchronized in {counted(g.exchanging, 'backward')} of each optimizer "
@@ -155,6 +155,12 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
     return None
 
 
+def _is_after_backward(e: Evidence, g: GradientSync) -> bool:
+    """Return whether gradients are synchronized after the backward."""
+    size = e.parameter_bytes
+    return bool(size) and g.bytes_outside >= max(MIN_GRADIENT_SHARE * size, g.bytes)
+
+
 def _latency(e: Evidence, calls: Collective) -> NamedCause:
     """Return the cause of slow small collectives: latency, or ranks that wait for a core.
 
@@ -172,9 +178,8 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
             "threads wait for a core while other threads compute: leave a core of the node free"
         )
         return "jitter", sentence, figures | {"crowded": e.other_threads_cpu_wait_share}
-    size = sum(e.first_facts.get("parameters", {}).values())
     g = e.gradients
-    if g is not None and size and g.bytes_outside >= max(MIN_GRADIENT_SHARE * size, g.bytes):
+    if g is not None and _is_after_backward(e, g):
         sentence = (
             f"gradients are synchronized after the backward in {counted(g.calls_outside, 'call')} "
             f"of {calls.name} per step with {figures['bytes']:,.0f} bytes each, and latency "
@@ -190,8 +195,7 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
 
 def _no_overlap(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | None:
     """Return the cause if gradients are synchronized after the backward."""
-    size = sum(e.first_facts.get("parameters", {}).values())
-    if not size or g.bytes_outside < max(MIN_GRADIENT_SHARE * size, g.bytes):
+    if not _is_after_backward(e, g):
         return None
     sentence = (
         f"gradients of {g.bytes_outside / 1e6:.3g} MB are synchronized after the backward, without "
