@@ -12,7 +12,7 @@ import pytest
 import ranks
 
 from paceline.analyze.diagnosis.diagnosis import Diagnosis
-from paceline.analyze.diagnosis.remedy import Remedy
+from paceline.analyze.diagnosis.remedy import FALSE_KEEP_LEVEL, Remedy
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
 from paceline.predict import history
@@ -296,7 +296,7 @@ def test_nothing_is_kept_if_no_remedy_has_an_effect(monkeypatch):
     script = Simulated(monkeypatch, seed=3)
     results = [script.tried()[0] for _ in range(250)]
     wrong = [one for one in results if one.confirmed is not None]
-    assert len(wrong) / len(results) <= trials_module.FALSE_KEEP_LEVEL
+    assert len(wrong) / len(results) <= FALSE_KEEP_LEVEL
     claimed = [one for one in results if one.kept]
     assert len(claimed) <= 2
     assert all(one.faster == 1.0 for one in results if not one.kept)
