@@ -12,7 +12,7 @@ import pytest
 import ranks
 
 from paceline.analyze.diagnosis.diagnosis import Diagnosis
-from paceline.analyze.diagnosis.remedy import FALSE_KEEP_LEVEL, Remedy
+from paceline.analyze.diagnosis.remedy import FALSE_KEEP_LEVEL, Remedy, Trial, TrialResults
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
 from paceline.predict import history
@@ -23,8 +23,6 @@ from paceline.study.diagnose.diagnose import run_diagnosis, try_all
 from paceline.study.diagnose.run_script import OutOfTimeError, RunRequest
 from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import (
-    Trial,
-    TrialResults,
     confirm_kept,
     try_remedies,
 )
