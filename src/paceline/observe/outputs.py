@@ -218,10 +218,12 @@ class Restores:
             ("optimizer", taps.LOAD_OPTIMIZER),
             ("schedule", taps.LOAD_SCHEDULE),
         ):
-            note = functools.partial(self._note, what)
-            tap.wrap(self._observation.outermost(_RESTORES, before=note))
+            tap.wrap(self._observation.outermost(_RESTORES, before=self._noting(what)))
 
-    def _note(self, what: str, *_: Any, **__: Any) -> None:
+    def _noting(self, what: str) -> Function:
+        return lambda *_, **__: self._note(what)  # torch passes the owner as "self"
+
+    def _note(self, what: str) -> None:
         facts = self._observation.facts
         if len(facts.restores) < MAX_RESTORES:
             facts.restores.append(RestoreFacts(what, user_line(), self._observation.step))
