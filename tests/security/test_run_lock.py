@@ -62,7 +62,7 @@ def test_run_that_ends_removes_its_lock_and_leaves_that_of_another(tmp_path, hol
 
 
 def test_run_on_another_node_has_the_lock_as_long_as_it_renews_it(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(run_lock, "_system", lambda: "another kernel")
+    monkeypatch.setattr(run_lock, "kernel_id", lambda _: "another kernel")
     monkeypatch.setattr(run_lock, "POLL_INTERVAL_S", 0.01)
     path = tmp_path / run_lock.NAME
     polls = []
@@ -86,7 +86,7 @@ def test_run_on_another_node_has_the_lock_as_long_as_it_renews_it(tmp_path, hold
 
 
 def test_next_attempt_of_the_run_on_another_node_does_not_wait(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(run_lock, "_system", lambda: "another kernel")
+    monkeypatch.setattr(run_lock, "kernel_id", lambda _: "another kernel")
     lock, said = acquire(tmp_path, "first")
     assert said == []
     lock.release()

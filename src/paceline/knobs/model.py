@@ -189,10 +189,10 @@ def channels_last(_: bool, turned: KnobResult) -> None:
             if type(layer).__name__ in CONVOLUTIONS:
                 called.append(layer)
 
-        looking = module.register_module_forward_pre_hook(look)
+        stop_looking = module.register_module_forward_pre_hook(look).remove
 
         def stepped(*_: Any) -> None:
-            looking.remove()  # does nothing after the first time
+            stop_looking()  # does nothing after the first time
             for layer in called:
                 laid_out(layer)
             called.clear()
