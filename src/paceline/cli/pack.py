@@ -346,7 +346,7 @@ def _check(folder: Path, workers: int | None, json: Path | None) -> int:
     meta, began = load_meta(folder), time.monotonic()
     with progress("read back", meta.samples) as step:
         bad = verify(folder, workers, step)
-    lines = [str(one) for one in bad]
+    lines = [*map(str, bad)]
     if json is not None:
         found = {"folder": str(folder), "samples": meta.samples, "bad": lines}
         print_json(found, json, name="paceline-pack-check")

@@ -116,7 +116,7 @@ def _changed_since_start(names: Iterable[str]) -> bool:
         start = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # not Linux
         return False
-    found = dict(one.partition(b"=")[::2] for one in start)
+    found = dict(variable.partition(b"=")[::2] for variable in start)
     return any(
         os.environb.get(name.encode(), b"") != found.get(name.encode(), b"") for name in names
     )
