@@ -232,7 +232,7 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
     rank and fail in turn.
     """
     if os.environ.get("PACELINE_REHEARSE"):
-        from .rehearse import rehearse
+        from .previews import rehearse
 
         ends: list[ShortEnd] = []
 
@@ -269,9 +269,9 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
             start_staging_all()
         survey = None
         if os.environ.get("PACELINE_SHOW_MEMORY"):
-            from .show_memory import start_showing
+            from .previews import start_showing_memory
 
-            survey = start_showing()
+            survey = start_showing_memory()
         if horovod is None:
             horovod = "HOROVOD_RANK" in os.environ
         if command["module"]:
