@@ -83,7 +83,7 @@ def comm(
     with exit_on_mistake():
         before = load(machine) if machine is not None else None
         most = bytes_of(largest, "--to")
-        sizes = tuple(one for one in SIZES if one <= most)
+        sizes = tuple(size for size in SIZES if size <= most)
         if not sizes:
             raise ValueError(
                 f"--to must be 1K or more, the smallest vector; this is {largest}. HINT: --to 1K"

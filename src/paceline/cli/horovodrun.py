@@ -50,7 +50,7 @@ class ForeignCommand(Command):
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {name for one in self.params for name in one.opts} | {"-h", "--help"}
+        own = {name for option in self.params for name in option.opts} | {"-h", "--help"}
         first = args[0].partition("=")[0] if args else "--help"
         rest: list[str] = super().parse_args(
             ctx, (args or [first]) if first in own else ["--", *args]

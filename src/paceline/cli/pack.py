@@ -261,7 +261,12 @@ def _pack(
     json: Path | None,
     prepare: Callable[[Path], None] | None,
 ) -> None:
-    report = _packed(asked, where, to, prepare)
+    if to is None and prepare is not None:
+        prepare(Path(asked.dest))
+    if to is not None:
+        _of_one_process(where, "--to")
+    with progress("packed" if to is None else "done", None) as step:
+        report = _write_dataset(asked, where, to, prepare, step)
     meta = asdict(report.meta)
     if json is not None:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
@@ -288,30 +293,26 @@ def _at_fault(source: str, library: str, what: str) -> str:
     )
 
 
-def _packed(
+def _write_dataset(
     asked: "PackRequest",
     where: "LaunchOptions | None",
     to: str | None,
     prepare: Callable[[Path], None] | None,
+    step: Callable[[int, int], None],
 ) -> "PackReport":
+    """Pack on ranks or in this process, or export to another format."""
     from ..data.packing.export import convert
     from ..data.packing.pack import pack
     from ..study.packing import pack_on_ranks
 
-    if to is None and prepare is not None:
-        prepare(Path(asked.dest))
-    with progress("packed" if to is None else "done", None) as step:
-        if where is not None and to is None:
-            return pack_on_ranks(asked, where, step)
-        if to is not None:
-            _of_one_process(where, "--to")
-        else:
-            _all_of_it()
-        how = {**asked.encoding, "apply": asked.encoding_options.apply, **asdict(asked.wish)}
-        options = {**how, "workers": asked.workers, "step": step}
-        if to is None:
-            return pack(asked.source, asked.dest, asked.labels, **options)
+    if where is not None:
+        return pack_on_ranks(asked, where, step)
+    how = {**asked.encoding, "apply": asked.encoding_options.apply, **asdict(asked.wish)}
+    options = {**how, "workers": asked.workers, "step": step}
+    if to is not None:
         return convert(asked.source, asked.dest, to, asked.labels, prepare=prepare, **options)
+    _propose_ranks()
+    return pack(asked.source, asked.dest, asked.labels, **options)
 
 
 def _of_one_process(where: "LaunchOptions | None", option: str) -> None:
@@ -322,7 +323,7 @@ def _of_one_process(where: "LaunchOptions | None", option: str) -> None:
         )
 
 
-def _all_of_it() -> None:
+def _propose_ranks() -> None:
     """Print how to use all hosts, if this process runs inside an allocation."""
     import os
     from contextlib import suppress
@@ -346,7 +347,7 @@ def _check(folder: Path, workers: int | None, json: Path | None) -> int:
     meta, began = load_meta(folder), time.monotonic()
     with progress("read back", meta.samples) as step:
         bad = verify(folder, workers, step)
-    lines = [str(one) for one in bad]
+    lines = [*map(str, bad)]
     if json is not None:
         found = {"folder": str(folder), "samples": meta.samples, "bad": lines}
         print_json(found, json, name="paceline-pack-check")

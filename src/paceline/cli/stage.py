@@ -101,13 +101,13 @@ def stage(
         where = None if beside else staging_target(nodes)
         if where is not None:
             load_meta(source)
-            code, told = stage_on_hosts(
+            code, of_hosts = stage_on_hosts(
                 nodes, where, source, str(Path(given).absolute()), most, _say, shared
             )
             if json is not None:
-                print_json(sum_hosts(told), json, name="paceline-stage")
+                print_json(sum_hosts(of_hosts), json, name="paceline-stage")
             else:
-                _show(told)
+                _show(of_hosts)
             raise typer.Exit(code)
         found = _here(source, given, most, beside, shared)
     if beside:
@@ -122,9 +122,9 @@ def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool)
     from ..data.staging.stage import stage as staged
 
     if not beside:
-        with progress("staged", None, "shards") as said:
-            return staged(source, root, room=room, step=said, waits=_waits, shared=shared)
-    step = _run_guarded_stage(os.getppid())
+        with progress("staged", None, "shards") as step:
+            return staged(source, root, room=room, step=step, waits=_waits, shared=shared)
+    step = _exit_with(os.getppid())
     found = staged(source, root, room=room, step=step, together=True, ended=_ended)
     if found.hosts and os.environ.get("GROUP_RANK") == "0":
         from ..report.terminal.packed_dataset import render_staged_hosts
@@ -141,14 +141,14 @@ def _ended(found: "Staged") -> None:
         _say(line)
 
 
-def _show(told: list[dict[str, Any]]) -> None:
+def _show(of_hosts: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     from ..report.console import PlainConsole
     from ..report.terminal.packed_dataset import render_staged
 
     console = PlainConsole()
-    for text, style in render_staged(told):
+    for text, style in render_staged(of_hosts):
         console.print(Text(text, style=style))
 
 
@@ -156,7 +156,9 @@ def _say(text: str) -> None:
     sys.stderr.write(f"paceline stage: {text}\n")
 
 
-def _run_guarded_stage(parent: int) -> Callable[[int, int], None]:
+def _exit_with(parent: int) -> Callable[[int, int], None]:
+    """Return a function that is called for each part, and exits once ``parent`` has ended."""
+
     def step(done: int, size: int) -> None:
         if os.getppid() != parent:
             raise typer.Exit

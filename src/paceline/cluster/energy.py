@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..record.ring.memory_sampler import memory_limits
-from .topology.local_resources import allowed_threads, parse_ranges
-from .topology.topology import read_sysfs_int
+from .topology.local_resources import allowed_threads
+from .topology.topology import read_sysfs, read_sysfs_int, topology
 from .topology.visible_gpus import UNKNOWN, visible_devices
 
 INTERVAL_S = 1.0  # between two readings; RAPL starts again after some minutes at the earliest
@@ -34,9 +34,15 @@ POWERCAP = "sys/class/powercap"
 CRAY = "sys/cray/pm_counters"
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")  # intel-rapl-mmio counts the same packages again
 _CRAY_VALUE = re.compile(r"(\d{1,18}) J\b")
-_ACCELERATOR = re.compile(r"accel\d+_energy")
+_ACCELERATOR = re.compile(r"accel(\d+)_energy")
 MAX_TEXT = 4096
 CORES, MEMORY, ALL = "cores", "memory", "device"  # what the charged share is a share of
+# Files of Cray's counters that are no accelerators: source, and by what it is charged.
+CRAY_COUNTERS = {
+    "energy": ("node", CORES),
+    "cpu_energy": ("processors", CORES),
+    "memory_energy": ("memory", MEMORY),
+}
 HINT_UNREADABLE = (
     "HINT: only root reads it by default; ask the administrators to let users read it (chmod 444)"
 )
@@ -106,31 +112,20 @@ def find_held(threads: Collection[int] | None = None, root: Path = Path("/")) ->
 
     threads: Its hardware threads; None: those that this process may use.
     """
-    cpus = root / "sys/devices/system/cpu"
-    packages: dict[int, set[int]] = {}
-    for cpu in _online(cpus):
-        package = read_sysfs_int(cpus / f"cpu{cpu}/topology/physical_package_id")
-        packages.setdefault(package if package is not None and package >= 0 else 0, set()).add(cpu)
+    packages: dict[int, frozenset[int]] = {}
+    for cpu in topology(root).cpus:
+        packages[cpu.package] = packages.get(cpu.package, frozenset()) | {cpu.number}
     held = frozenset(allowed_threads() if threads is None else threads)
-    return Held(held, {at: frozenset(one) for at, one in packages.items()}, _memory_share(root))
-
-
-def _online(cpus: Path) -> list[int]:
-    try:
-        return parse_ranges((cpus / "online").read_text()[:MAX_TEXT].strip())
-    except (OSError, ValueError):
-        return []
+    return Held(held, packages, _memory_share(root))
 
 
 def _memory_share(root: Path) -> float | None:
     """Return the share of the node's memory that the job's control groups allow."""
     allowed = min((allowed for allowed, _ in memory_limits()), default=None)
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        whole = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:"))
-    except (OSError, ValueError, IndexError, StopIteration):
+    total = re.search(r"^MemTotal:\s*(\d+) kB", read_sysfs(root / "proc/meminfo"), re.MULTILINE)
+    if allowed is None or total is None:
         return None
-    return None if allowed is None else min(allowed / whole, 1.0)
+    return min(allowed / (int(total[1]) << 10), 1.0)
 
 
 def charged_counters(
@@ -141,8 +136,8 @@ def charged_counters(
     threads: Its hardware threads; None: those that this process may use.
     """
     held = find_held(threads, root)
-    each = [replace(one, share=_share(one, held)) for one in counters]
-    return [one for one in each if one.share > 0]
+    charged = [replace(counter, share=_share(counter, held)) for counter in counters]
+    return [counter for counter in charged if counter.share > 0]
 
 
 def _share(counter: Counter, held: Held) -> float:
@@ -176,22 +171,18 @@ def _cray(root: Path) -> tuple[list[Counter], list[str]]:
     except OSError:
         return [], []
     for name in names:
-        if name == "energy":
-            source, by, within = "node", CORES, ""
-        elif name == "cpu_energy":
-            source, by, within = "processors", CORES, "node"
-        elif name == "memory_energy":
-            source, by, within = "memory", MEMORY, "node"
-        elif _ACCELERATOR.fullmatch(name):
-            number = name.removeprefix("accel").removesuffix("_energy")
-            source, by, within = f"accelerator {number}", ALL, "node"
-        else:
+        accelerator = _ACCELERATOR.fullmatch(name)
+        if accelerator is None and name not in CRAY_COUNTERS:
             continue
+        source, by = CRAY_COUNTERS.get(name, ("", ALL))
+        if accelerator is not None:
+            source = f"accelerator {accelerator[1]}"
         read = _counter_reader(folder / name, _parse_cray)
+        within = "" if source == "node" else "node"
         counter = Counter(source, read, None, f"/{CRAY}/{name}", by, within=within)
         _add_readable(counter, f"/{CRAY}/{name}", found, notes)
-    if not any(one.source == "node" for one in found):
-        found = [replace(one, within="") for one in found]
+    if not any(counter.source == "node" for counter in found):
+        found = [replace(counter, within="") for counter in found]
     return found, notes
 
 
@@ -199,15 +190,15 @@ def _rapl(root: Path) -> tuple[list[Counter], list[str]]:
     """Return packages and their memory; cores and graphics are parts of their package."""
     found, notes = list[Counter](), list[str]()
     try:
-        zones = sorted(one for one in (root / POWERCAP).iterdir() if _ZONE.fullmatch(one.name))
+        zones = sorted(zone for zone in (root / POWERCAP).iterdir() if _ZONE.fullmatch(zone.name))
     except OSError:
         return [], []
     packages: dict[str, int] = {}
     for zone in zones:
-        if (match := re.match(r"package-(\d{1,4})", _text(zone / "name"))) is not None:
+        if (match := re.match(r"package-(\d{1,4})", read_sysfs(zone / "name"))) is not None:
             packages[zone.name] = int(match[1])
     for zone in zones:
-        name = _text(zone / "name")
+        name = read_sysfs(zone / "name")
         is_memory = name == "dram"
         number = packages.get(zone.name.rpartition(":")[0] if is_memory else zone.name)
         if number is None:
@@ -249,13 +240,6 @@ def _parse_cray(text: str) -> float:
     if match is None:
         raise ValueError("not a number of joules")
     return float(match[1])
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()[:MAX_TEXT].strip()
-    except (OSError, ValueError):
-        return ""
 
 
 # Energy counters of NVIDIA GPUs, by the package nvidia-ml-py.
@@ -381,22 +365,15 @@ class EnergyMeter:
 
         threads: Hardware threads that the job holds; None: those that this process may use.
         """
-        whole = {one.source: used for one, used in zip(self._counters, self._used, strict=True)}
-        result = []
-        for one in charged_counters(self._counters, threads, self._root):
-            used = [one.share * joules for joules in whole[one.source]]
-            result.append(
-                EnergyUse(
-                    one.source,
-                    used[-1],
-                    one.is_estimate,
-                    one.how,
-                    one.within,
-                    list(self._times),
-                    used,
-                )
-            )
-        return result
+        whole = {
+            counter.source: used for counter, used in zip(self._counters, self._used, strict=True)
+        }
+        uses = []
+        for counter in charged_counters(self._counters, threads, self._root):
+            used = [counter.share * joules for joules in whole[counter.source]]
+            about = counter.is_estimate, counter.how, counter.within
+            uses.append(EnergyUse(counter.source, used[-1], *about, list(self._times), used))
+        return uses
 
     def sample(self) -> None:
         """Read all counters once.

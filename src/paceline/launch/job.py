@@ -116,7 +116,7 @@ def _changed_since_start(names: Iterable[str]) -> bool:
         start = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # not Linux
         return False
-    found = dict(one.partition(b"=")[::2] for one in start)
+    found = dict(variable.partition(b"=")[::2] for variable in start)
     return any(
         os.environb.get(name.encode(), b"") != found.get(name.encode(), b"") for name in names
     )
@@ -181,16 +181,13 @@ def check(job: Job) -> bytes:
     if job.ranks * each > free:
         raise ValueError(
             f"-n {job.ranks}: {counted(job.ranks, 'rank')} take about "
-            f"{job.ranks * each / 2**30:.1f} GiB "
-            f"before they have any data, and {free / 2**30:.1f} GiB are free on this node. HINT: "
+            f"{job.ranks * each / 2**30:.1f} GiB before they have any data, and "
+            f"{free / 2**30:.1f} GiB are free on this node. HINT: "
             f"-n {max(1, free // each // 2)} or fewer"
         )
-    if job.threads is not None and job.threads < 1:
-        raise ValueError(f"--threads must be 1 or more; this is {job.threads}. HINT: --threads 1")
-    if job.min_hosts is not None and job.min_hosts < 1:
-        raise ValueError(
-            f"--min-hosts must be 1 or more; this is {job.min_hosts}. HINT: --min-hosts 1"
-        )
+    for option, value in (("--threads", job.threads), ("--min-hosts", job.min_hosts)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be 1 or more; this is {value}. HINT: {option} 1")
     if job.min_hosts is not None and not job.max_restarts:
         raise ValueError(
             f"--min-hosts {job.min_hosts} needs restarts: without them, the job ends with the "
@@ -198,9 +195,8 @@ def check(job: Job) -> bytes:
         )
     if job.hang_timeout is not None and not job.hang_timeout >= 0:
         raise ValueError(
-            "--hang-timeout must be 0 or more seconds; this is "
-            f"{job.hang_timeout:g}. HINT: --hang-timeout 600, or 0 for no hang "
-            "detection"
+            f"--hang-timeout must be 0 or more seconds; this is {job.hang_timeout:g}. HINT: "
+            "--hang-timeout 600, or 0 for no hang detection"
         )
     if job.bind not in (AUTO, *KINDS):
         raise ValueError(

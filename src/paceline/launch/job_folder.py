@@ -90,17 +90,17 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
             replace_file(target / name, data)
             continue
         key = (int(record.meta.get("attempt", 0)), record.rank)
-        told = _event_count(record)
+        events = _event_count(record)
         # A process that only started the ranks may have a record under a rank's number. The
         # record with more events is the rank's.
-        if key not in found or told > found[key][0]:
-            found[key] = (told, int(record.meta["size"]), name, data)
-    sizes = {size for told, size, _, _ in found.values() if told}
+        if key not in found or events > found[key][0]:
+            found[key] = (events, int(record.meta["size"]), name, data)
+    sizes = {size for events, size, _, _ in found.values() if events}
     last = max([noted or 0, *(attempt for attempt, _ in found)])
     there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
     last = max([last, *map(_attempt, there)])
-    for (attempt, rank), (told, size, name, data) in found.items():
-        if not told and sizes and size not in sizes:
+    for (attempt, rank), (events, size, name, data) in found.items():
+        if not events and sizes and size not in sizes:
             continue
         place = target if attempt == last else target / f"attempt-{attempt}"
         inside = open_subfolder(place) if place != target else None

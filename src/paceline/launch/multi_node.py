@@ -236,12 +236,12 @@ def _exclude_hosts(
     Raises:
         ValueError: All hosts are needed, or none is left.
     """
-    told = {name: why for name, why in mistakes.items() if why}
-    left = [host for host in hosts if host.name not in told]
-    if told and (excluded_hosts is None or not left):
-        raise ValueError("\n".join(list(told.values())[:4]))
+    reasons = {name: why for name, why in mistakes.items() if why}
+    left = [host for host in hosts if host.name not in reasons]
+    if reasons and (excluded_hosts is None or not left):
+        raise ValueError("\n".join(list(reasons.values())[:4]))
     if excluded_hosts is not None:
-        excluded_hosts.update(told)
+        excluded_hosts.update(reasons)
     return left
 
 
@@ -271,12 +271,7 @@ def _describe_job(job: Job, hosts: list[RemoteHost], ranks_per_host: list[int]) 
     """Return the description of the job for live views."""
     record = str(job.record.absolute()) if job.record is not None else None
     names = [host.name for host in hosts]
-    return {
-        "command": job.words,
-        "record": record,
-        "hosts": names,
-        "on_each": ranks_per_host,
-    }
+    return {"command": job.words, "record": record, "hosts": names, "on_each": ranks_per_host}
 
 
 def _print_layout(

@@ -37,8 +37,8 @@ def _seconds_left(environment: Environment) -> float | None:
     """
     job = environment.get("SLURM_JOB_ID")
     answer = _run_slurm("squeue", "-h", "-o", "%L", "-j", job) if job else None
-    said = answer.stdout.strip() if answer is not None else ""
-    clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", said)
+    text = answer.stdout.strip() if answer is not None else ""
+    clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if clock is None:  # UNLIMITED, or the job no longer exists
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())

@@ -128,7 +128,7 @@ def _local_files(imported: str, below: list[str], path: Path, folders: list[Path
     parts = [part for part in imported.split(".") if part]
     found: list[Path] = []
     for folder in folders:
-        names = [parts[:i] for i in range(1, len(parts) + 1)] + [[*parts, one] for one in below]
+        names = [parts[:i] for i in range(1, len(parts) + 1)] + [[*parts, name] for name in below]
         for name in names:
             place = folder.joinpath(*name)
             files = (place.with_name(f"{place.name}.py"), place / "__init__.py")

@@ -341,7 +341,7 @@ def test_secret_reaches_agents_but_no_command_line(tmp_path, closing):
     old = os.getcwd()
     os.chdir(tmp_path)
     closing.callback(os.chdir, old)
-    start = LaunchTool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
+    start = LaunchTool("tool", sys.executable, str(tool))
     contact = AgentConnections(start, ["host1"])
     closing.callback(contact.close)
     (host,) = contact.start()

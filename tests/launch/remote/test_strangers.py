@@ -142,7 +142,7 @@ def test_agent_timeout_reports_unauthorized_connections(tmp_path, monkeypatch, c
         time.sleep(3)
         """,
     )
-    start = LaunchTool("tool", lambda hosts, agent: [sys.executable, str(tool), *agent])
+    start = LaunchTool("tool", sys.executable, str(tool))
     made = AgentConnections(start, ["localhost"])
     closing.callback(made.close)
     with pytest.raises(

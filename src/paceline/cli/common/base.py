@@ -38,7 +38,7 @@ app = typer.Typer(
 def examples(*lines: tuple[str, str]) -> str:
     """Return the epilog of a command's help: one example per line, with what it does."""
     width = max(len(command) for command, _ in lines)
-    return "\n\n".join(["Examples:", *(f"{one:{width}}  {what}" for one, what in lines)])
+    return "\n\n".join(["Examples:", *(f"{command:{width}}  {what}" for command, what in lines)])
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def _torch() -> dict[str, str]:
         "vector instructions": f"{build.get('capability', 'unknown')} in use, "
         f"{build.get('processor', 'unknown')} in the processor",
         "blas": build.get("blas", "unknown"),
-        "libraries": ", ".join(f"{name} {one}" for name, one in library_versions().items()),
+        "libraries": ", ".join(f"{name} {found}" for name, found in library_versions().items()),
         "backends": ", ".join(name for name, there in backends.items() if there) or "none",
         "gpus": str(gpus),
     }
@@ -159,7 +159,8 @@ def _version(package: str) -> str:
 
 def _kernels() -> str:
     comm = Path(__file__).parents[2] / "comm"
-    missing = [one for one in ("shared/kernel.so", "hosts/wire.so") if not (comm / one).exists()]
+    names = ("shared/kernel.so", "hosts/wire.so")
+    missing = [name for name in names if not (comm / name).exists()]
     return f"{', '.join(missing)} not compiled" if missing else "compiled"
 
 

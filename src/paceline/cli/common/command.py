@@ -105,9 +105,9 @@ class Command(TyperCommand):
 
     def _values(self, name: str) -> int:
         """Return how many arguments follow the option; 0 for flags and unknown options."""
-        for one in self.params:
-            if name in (*one.opts, *one.secondary_opts):
-                return 0 if getattr(one, "is_flag", False) else one.nargs
+        for option in self.params:
+            if name in (*option.opts, *option.secondary_opts):
+                return 0 if getattr(option, "is_flag", False) else option.nargs
         return 0
 
 
@@ -181,7 +181,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_parameter(name, kind, default))
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     called.__module__ = command.__module__
-    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    called.__annotations__ = {given.name: given.annotation for given in parameters}
     vars(called)["__signature__"] = inspect.Signature(parameters)
     return called
 
@@ -234,10 +234,11 @@ def given_parameters(ctx: typer.Context) -> dict[str, str]:
     """Return the parameters that the user has typed: by name, as the user knows them."""
     source = ctx.get_parameter_source
     found = {}
-    for one in ctx.command.params:
-        name = one.name or ""
+    for given in ctx.command.params:
+        name = given.name or ""
         if str(getattr(source(name), "name", "")) == "COMMANDLINE":
-            found[name] = one.opts[0] if one.param_type_name == "option" else one.metavar or name
+            is_option = given.param_type_name == "option"
+            found[name] = given.opts[0] if is_option else given.metavar or name
     return found
 
 

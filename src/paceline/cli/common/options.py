@@ -393,8 +393,8 @@ def option_words(values: dict[str, Any]) -> list[str]:
         if value is True:
             words.append(name)
         elif value is not None and value is not False:
-            for one in value if isinstance(value, list) else [value]:
-                words += [name, str(one)]
+            for each in value if isinstance(value, list) else [value]:
+                words += [name, str(each)]
     return words
 
 

@@ -143,16 +143,16 @@ def find_mention(source: "ScriptSource", option: str) -> Mention:
     longer = "" if option.startswith("--") else r"(?!\w)"
     written = re.compile(rf"(?<![\w-]){re.escape(option)}{longer}")
     complete = source.complete
-    for text in source.texts.values():
+    for code in source.texts.values():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the script's literals
-                words = _read_words(ast.parse(text))
+                words = _read_words(ast.parse(code))
         except (SyntaxError, ValueError, RecursionError):
             complete = False
             continue
         if name in words.names or any(
-            written.search(one) or one.replace("-", "_") == name for one in words.strings
+            written.search(text) or text.replace("-", "_") == name for text in words.strings
         ):
             return Mention.FOUND
         complete = complete and not words.passes_on

@@ -37,12 +37,12 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: NodeOptions) -> l
             f"--stage {stage[0]}: the destination folder is missing. HINT: set {VARIABLE} to a "
             "node-local folder: a local disk, or /dev/shm"
         )
-    for one, words in zip(stage, pack, strict=False):
-        if not (one / META_FILE).exists():
-            _packed(shlex.split(words), one, where)
-    for one in stage:
-        load_meta(one)
-    return [str(one.resolve()) for one in stage]
+    for folder, words in zip(stage, pack, strict=False):
+        if not (folder / META_FILE).exists():
+            _packed(shlex.split(words), folder, where)
+    for folder in stage:
+        load_meta(folder)
+    return [str(folder.resolve()) for folder in stage]
 
 
 def _packed(words: list[str], dest: Path, where: NodeOptions) -> None:
@@ -81,7 +81,7 @@ def _words_of_pack(nodes: NodeOptions) -> list[str]:
     if len(found) < 2:
         return []
     here = topology()
-    cores = sum(here.cores_of_cpus(one.cpus) if one.cpus else one.slots or 1 for one in found)
+    cores = sum(here.cores_of_cpus(host.cpus) if host.cpus else host.slots or 1 for host in found)
     is_named = nodes.hosts or nodes.hostfile
     return [*([] if is_named else ["-n", str(cores)]), *nodes.words()]
 

@@ -120,7 +120,7 @@ class JobsOptions:
 
 
 # Parameters of the command that need --submit, and those that a study in jobs does not take.
-OF_JOBS = tuple(one.name for one in fields(JobsOptions) if one.name not in ("submit", "only"))
+OF_JOBS = tuple(given.name for given in fields(JobsOptions) if given.name not in ("submit", "only"))
 NOT_IN_JOBS = ("hosts", "hostfile", "beside")
 
 

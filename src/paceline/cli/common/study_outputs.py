@@ -136,7 +136,7 @@ class StudyOutputs:
         return said
 
 
-OUTPUTS = tuple(one.name for one in fields(StudyOutputs))  # parameters of the command
+OUTPUTS = tuple(given.name for given in fields(StudyOutputs))  # parameters of the command
 
 
 def print_comparison(found: "StudyComparison", json: Path | None, html: Path | None = None) -> None:

@@ -261,8 +261,8 @@ def load_weights(module: Any, checkpoint: Path, number: int | None, prefix: str)
 def result_lines(result: "ExportResult") -> list[str]:
     """Return the lines that describe an export."""
     heads = [
-        ", ".join(f"{name} {size:,}" for name, size in one.items()) or "fixed"
-        for one in result.batches
+        ", ".join(f"{name} {size:,}" for name, size in sizes.items()) or "fixed"
+        for sizes in result.batches
     ]
     width = max(12, *(len(head) + 2 for head in heads))
     lines = [f"{'':14}{'error':>9}" + "".join(f"{head:>{width}}" for head in heads)]
@@ -279,15 +279,11 @@ def result_lines(result: "ExportResult") -> list[str]:
         f"{rounding if result.eager_error else ''}"
     )
     lines += [f"{c.name:14} not used: {c.reason}" for c in result.candidates if c.reason]
-    named = [
-        (kind, one)
-        for kind, many in (("input", result.inputs), ("output", result.outputs))
-        for one in many
-    ]
-    for kind, one in named:
-        shape = ",".join(map(str, one["shape"]))
-        unit = f" in {one['unit']}" if "unit" in one else ""
-        lines.append(f"{kind:14} {one['name']}: {result.dtype}[{shape}]{unit}")
+    for kind, values in (("input", result.inputs), ("output", result.outputs)):
+        for value in values:
+            shape = ",".join(map(str, value["shape"]))
+            unit = f" in {value['unit']}" if "unit" in value else ""
+            lines.append(f"{kind:14} {value['name']}: {result.dtype}[{shape}]{unit}")
     lines.append(
         f"{result.file}: {result.bytes:,} bytes, backend {result.backend}; needs {result.needs}"
     )

@@ -13,16 +13,7 @@ IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
 # Bridges between the containers and virtual machines of one host. They have the same address on
 # every host.
 INTERNAL_PREFIXES = (
-    "docker",
-    "virbr",
-    "br-",
-    "veth",
-    "cni",
-    "flannel",
-    "podman",
-    "lxc",
-    "tun",
-    "tap",
+    *("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "tun", "tap"),
 )
 
 

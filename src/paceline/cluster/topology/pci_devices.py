@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from .local_resources import parse_ranges
@@ -75,12 +76,8 @@ def nearest_cards(gpu: Card, nics: Sequence[Card], topology: Topology | None = N
 
 def _shared(a: Card, b: Card) -> int:
     """Return the number of leading components that two PCI paths share."""
-    count = 0
-    for one, other in zip(a.path, b.path, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    pairs = zip(a.path, b.path, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _gpus(root: Path) -> list[Card]:
@@ -108,8 +105,8 @@ def is_reachable(root: Path, bus: str) -> bool:
     driver = root / "proc/driver/nvidia/gpus"
     if not _entries(driver):
         return True
-    said = read_sysfs(driver / bus / "information")
-    minor = re.search(r"^Device Minor:\s*(\d+)", said, re.MULTILINE)
+    text = read_sysfs(driver / bus / "information")
+    minor = re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE)
     return minor is not None and os.access(root / f"dev/nvidia{minor[1]}", os.R_OK | os.W_OK)
 
 

@@ -50,13 +50,13 @@ def rack_of(host: str, environment: Mapping[str, str] = os.environ) -> str:
     Raises:
         ValueError: PACELINE_RACKS does not contain the host, or is not a list of host lists.
     """
-    if said := environment.get(RACKS_VARIABLE):
+    if racks := environment.get(RACKS_VARIABLE):
         short = host.partition(".")[0]
-        for one in said.split():
-            if {host, short} & set(expand_hostlist(one)):
-                return one
+        for rack in racks.split():
+            if {host, short} & set(expand_hostlist(rack)):
+                return rack
         raise ValueError(
-            f"{RACKS_VARIABLE}={said} does not contain {host}. HINT: list every node in one rack"
+            f"{RACKS_VARIABLE}={racks} does not contain {host}. HINT: list every node in one rack"
         )
     *switches, node = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     # An environment variable that was inherited from another host does not describe this one.

@@ -6,6 +6,7 @@ granted by the scheduler, the user's options, and environment variables that the
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.binding.binding_plan import RankBinding, plan
@@ -41,7 +42,10 @@ def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
                 return _plan(job, kind, found, allowed, cards_here)
             except ValueError as mistake:
                 why = str(mistake).partition(": ")[2].partition(" HINT")[0]
-    return [_noted(place, f"not bound: {why}") for place in _plan(job, "none", found, allowed, [])]
+    return [
+        replace(place, notes=(*place.notes, f"not bound: {why}"))
+        for place in _plan(job, "none", found, allowed, [])
+    ]
 
 
 def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[str, str]) -> str:
@@ -75,10 +79,10 @@ def variables_of_all(job: Job, places: list[RankBinding]) -> list[dict[str, str]
     OMP_NUM_THREADS is set in this process as well, because it takes effect at the import of torch,
     which happens before the fork.
     """
-    found = [variables(job, place, os.environ) for place in places]
-    for own in found[:1]:
-        os.environ.update({k: v for k, v in own.items() if k == "OMP_NUM_THREADS"})
-    return found
+    each = [variables(job, place, os.environ) for place in places]
+    if each and "OMP_NUM_THREADS" in each[0]:
+        os.environ["OMP_NUM_THREADS"] = each[0]["OMP_NUM_THREADS"]
+    return each
 
 
 def variables(job: Job, place: RankBinding, given: Mapping[str, str]) -> dict[str, str]:
@@ -120,7 +124,3 @@ def _plan(
     if kind != "none":
         return found
     return [RankBinding((), device=place.device, threads=place.threads) for place in found]
-
-
-def _noted(place: RankBinding, note: str) -> RankBinding:
-    return RankBinding((), device=place.device, threads=place.threads, notes=(*place.notes, note))

@@ -31,5 +31,5 @@ def take_share(job: Job) -> None:
     os.sched_setaffinity(0, {cpu.number for cpu in host.at(allowed) if cpu.core in mine})
     if gpus:
         visible = os.environ.get(DEVICES)
-        names = visible.split(",") if visible else [str(one) for one in range(gpu_count())]
+        names = visible.split(",") if visible else [*map(str, range(gpu_count()))]
         os.environ[DEVICES] = ",".join(names[first_gpu : first_gpu + gpus])

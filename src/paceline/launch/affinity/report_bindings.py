@@ -111,12 +111,12 @@ def report_host(
     host, near = topology(), pci_cards()
     ranks, found = [], []
     for rank, (pid, local) in sorted(pids.items()):
-        there = read_process(pid)
-        if there is None:
+        process = read_process(pid)
+        if process is None:
             continue
-        below = [one for one in map(read_process, child_processes(pid)) if one is not None]
+        below = [*filter(None, map(read_process, child_processes(pid)))]
         planned = places[local]
-        cpus = tuple(parse_ranges(there.cpus))
+        cpus = tuple(parse_ranges(process.cpus))
         homes, packages = host.numa_nodes(cpus), host.packages(cpus)
         found.append(replace(planned, cpus=cpus, packages=packages, nodes=homes))
         ranks.append(
@@ -126,16 +126,16 @@ def report_host(
                 "packages": packages,
                 "nodes": homes,
                 "gpu": _gpu(planned, [card.name for card in near if card.kind == "gpu"]),
-                "process": asdict(there),
-                "children": [asdict(one) for one in below],
-                "odd": misplaced(planned, there, below),
+                "process": asdict(process),
+                "children": [*map(asdict, below)],
+                "odd": misplaced(planned, process, below),
             }
         )
     return {
         "cpus": [[cpu.package, cpu.node, cpu.core, cpu.number] for cpu in host.cpus],
         "allowed": allowed_threads(),
         "ranks": ranks,
-        "numbers": [one["rank"] for one in ranks],
+        "numbers": [entry["rank"] for entry in ranks],
         "odd": binding_problems(
             found,
             host,
@@ -150,13 +150,13 @@ def report_host(
 
 def misplaced(planned: RankBinding, found: Process, below: Sequence[Process]) -> list[str]:
     """Describe threads and children of a rank that are not bound as planned."""
-    said = []
+    problems = []
     wanted = set(planned.cpus)
     if wanted and set(parse_ranges(found.cpus)) != wanted:
-        said.append(f"is bound to {found.cpus}, not to the planned cores")
+        problems.append(f"is bound to {found.cpus}, not to the planned cores")
     for where, count in found.others.items():
-        said.append(f"{count} of its {found.threads} threads are bound to {where}")
-    return said + [
+        problems.append(f"{count} of its {found.threads} threads are bound to {where}")
+    return problems + [
         f"its child process {child.name} {child.pid} is bound to {child.cpus}"
         for child in below
         if child.cpus != found.cpus
@@ -180,35 +180,35 @@ class BindingsReport:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._begun = self._looked = time.monotonic()
-        self._stepped: float | None = None
-        self._early = self._told = False
+        self._started_at = self._checked_at = time.monotonic()
+        self._stepped_at: float | None = None
+        self._has_early_report = self._is_final = False
 
     def check(self, hosts: Sequence[Host], seats: Sequence[Seat]) -> None:
         """Print the report if it is due: after the first step, and after EARLY_SECONDS without."""
         now = time.monotonic()
-        if self._told or now - self._looked < EVERY_SECONDS:
+        if self._is_final or now - self._checked_at < EVERY_SECONDS:
             return
-        self._looked = now
-        if self._stepped is None and all(host.progress().has_stepped for host in hosts):
-            self._stepped = now
-        if self._stepped is not None:
-            self._told = now - self._stepped >= EVERY_SECONDS
-            due = self._told
+        self._checked_at = now
+        if self._stepped_at is None and all(host.progress().has_stepped for host in hosts):
+            self._stepped_at = now
+        if self._stepped_at is not None:
+            self._is_final = now - self._stepped_at >= EVERY_SECONDS
+            due = self._is_final
         else:
-            due = not self._early and now - self._begun > EARLY_SECONDS
-            self._early = self._early or due
+            due = not self._has_early_report and now - self._started_at > EARLY_SECONDS
+            self._has_early_report = self._has_early_report or due
         if not due:
             return
         from ...report.terminal.bindings import render
 
         used = sorted({seat.host for seat in seats})
-        told = [(hosts[number].name, hosts[number].bindings()) for number in used]
-        self._say(render(told, len(seats), stepped=self._told))
+        bindings = [(hosts[number].name, hosts[number].bindings()) for number in used]
+        self._say(render(bindings, len(seats), stepped=self._is_final))
 
     def end(self) -> None:
         """Print a message if the ranks ended before the report."""
-        if not (self._told or self._early):
+        if not (self._is_final or self._has_early_report):
             self._say(
                 "paceline: --report-bindings: the ranks ended before their bindings were read, "
                 "half a second after the first step. HINT: run more steps\n"

@@ -138,10 +138,12 @@ def read_output(path: Path, metric: Metric) -> Reference:
             "look at a line of the output, and write a pattern for it"
         )
     count = len(found)
-    steps = [number + 1 if one.step is None else one.step for number, one in enumerate(found)]
-    samples = [0.0 if one.samples is None else one.samples for one in found]
+    steps = [
+        number if line.step is None else line.step for number, line in enumerate(found, start=1)
+    ]
+    samples = [0.0 if line.samples is None else line.samples for line in found]
     unknown = np.full(count, np.nan)
-    values = np.array([one.value for one in found], np.float64)
+    values = np.array([line.value for line in found], np.float64)
     run = Series(np.array(steps), np.array(samples), values, unknown, unknown, str(path))
     return Reference(metric, [run])
 
@@ -326,12 +328,8 @@ class LossGuard:
                 self._lines += 1
                 self._last_line = ", ".join(message["logged"])
                 if value is not None:
-                    samples = sum(self._seen_by_all(message["seen"]))
+                    samples = self.ranks * message["seen"]  # by rank 0
                     self._take_value(float(message["step"]), float(samples), value)
-
-    def _seen_by_all(self, seen: int) -> list[int]:
-        """Return the samples of each rank, where rank 0 has seen ``seen``."""
-        return [seen] * self.ranks
 
     def take_line(self, rank: int, line: str) -> None:
         """Take a line of output. Rank 0's count; those of others only if it prints none."""

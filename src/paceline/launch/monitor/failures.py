@@ -41,17 +41,13 @@ class RankStatus:
     ended_at: float | None = None
     exception: str | None = None
     raised_at: float | None = None
-    exception_exit_code: int | None = (
-        None  # the code it was about to end with when it told its exception
-    )
+    exception_exit_code: int | None = None
     finished_code: int | None = None
     finished_at: float | None = None
     host_failure: str = ""
     stops_on_warning: bool = False
     makes_room: bool = False
-    stopped_at_step: int | None = (
-        None  # the step of its checkpoint, where it has left before the end
-    )
+    stopped_at_step: int | None = None
     exit_overdue: bool = False
     left_others: bool = False
     place: str = ""
@@ -134,11 +130,8 @@ class RankStatus:
         """Exit code as a shell would give it: 128 + n after signal n. 1 if it ``left_others``."""
         if self.left_others:
             return 1
-        codes = (
-            self.finished_code,
-            self.exception_exit_code,
-            self.exit_code,
-        )  # the rank's own announcement comes before the signal of the launcher
+        # the rank's own announcement comes before the signal of the launcher
+        codes = self.finished_code, self.exception_exit_code, self.exit_code
         code = next((code for code in codes if code is not None), 1)
         return 128 - code if code < 0 else code
 

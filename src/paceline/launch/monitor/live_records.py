@@ -175,25 +175,18 @@ class LiveRecordServer:
     def _collect(self, max_events: int, stacks: bool) -> list[Message]:
         """Return the answers of all hosts; the last message names hosts without an answer."""
         if self.ending or max_events == 0:
-            return [
-                ({"end": True, "silent": [], "ending": self.ending, **self._job_description}, b"")
-            ]
+            return [self._end_message([], self.ending)]
         with self._query_lock:
             with self._changed:
                 self._query_number, self._answers = next(self._query_numbers), []
-                asked = [
-                    host_index
-                    for host_index in self._hosts
-                    if host_index not in self._unanswered_hosts
-                ]
-                self._unanswered_hosts.update(asked)
-            for host_index in asked:
-                if not self._hosts[host_index].send_if_ready(
-                    tails=self._query_number, most=max_events, stacks=stacks
-                ):
+                asked = set(self._hosts) - self._unanswered_hosts
+                self._unanswered_hosts |= asked
+            query = {"tails": self._query_number, "most": max_events, "stacks": stacks}
+            for host_index in sorted(asked):
+                if not self._hosts[host_index].send_if_ready(**query):
+                    asked.discard(host_index)
                     with self._changed:
                         self._unanswered_hosts.discard(host_index)
-                        asked = [other for other in asked if other != host_index]
             with self._changed:
                 wait = ANSWER_TIMEOUT_S + (STACK_TIMEOUT_S if stacks else 0.0)
                 # A launcher that was suspended has received nothing until it reads what has come
@@ -208,19 +201,19 @@ class LiveRecordServer:
                     for host_index, host in self._hosts.items()
                     if host_index not in asked or host_index in self._unanswered_hosts
                 ]
-                heard, self._answers = self._answers, []
-        return [
-            *heard,
-            ({"end": True, "silent": silent, "ending": False, **self._job_description}, b""),
-        ]
+                answers, self._answers = self._answers, []
+        return [*answers, self._end_message(silent, False)]
 
-    def _all_answered(self, asked: list[int], skip_silent: bool) -> bool:
+    def _end_message(self, silent: list[str], ending: bool) -> Message:
+        """Return the last message of an answer."""
+        end = {"end": True, "silent": silent, "ending": ending}
+        return {**end, **self._job_description}, b""
+
+    def _all_answered(self, asked: set[int], skip_silent: bool) -> bool:
         """Whether no answer is awaited; ``skip_silent``: except of hosts that have long been
         silent.
         """
-        awaited = [
-            self._hosts[host_index] for host_index in asked if host_index in self._unanswered_hosts
-        ]
+        awaited = [self._hosts[host_index] for host_index in asked & self._unanswered_hosts]
         return self.ending or all(
             host.failure or (skip_silent and host.is_silent) for host in awaited
         )
@@ -339,9 +332,8 @@ def running_launchers() -> list[str]:
     """Return the names of this user's jobs on several hosts whose launcher runs on this host."""
     name = re.compile(rb" @%s([0-9a-zA-Z_-]+)\n" % _prefix().encode())
     try:
-        with UNIX_SOCKETS_FILE.open(
-            "rb"
-        ) as lines:  # any user can give a socket a name that is no text
+        # any user can give a socket a name that is no text
+        with UNIX_SOCKETS_FILE.open("rb") as lines:
             found = {match[1].decode() for line in lines if (match := name.search(line))}
     except OSError:
         return []

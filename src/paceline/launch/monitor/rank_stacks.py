@@ -82,17 +82,17 @@ def read_memory(pids: Mapping[int, int]) -> dict[int, str]:
             while waiting and len(running) < AT_ONCE:
                 running.append(_Reading(tool, *waiting.pop()))
             time.sleep(_LOOK)
-            for one in [one for one in running if one.process.poll() is not None]:
-                found[one.rank] = one.text()
-                running.remove(one)
-                one.close()
+            for reading in [reading for reading in running if reading.process.poll() is not None]:
+                found[reading.rank] = reading.text()
+                running.remove(reading)
+                reading.close()
     except OSError:  # not enough memory or file descriptors
         pass
     finally:
-        for one in running:
-            one.process.kill()
-        for one in running:
-            one.close()
+        for reading in running:
+            reading.process.kill()
+        for reading in running:
+            reading.close()
     return {rank: text for rank, text in found.items() if text}
 
 

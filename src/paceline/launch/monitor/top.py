@@ -71,11 +71,11 @@ class Frame:
 
     Attributes:
         view: The view, or None if no rank has a record yet.
-        said: Message to show below the view, or "".
+        message: To show below the view, or "".
     """
 
     view: LiveView | None
-    said: str
+    message: str
 
 
 def _frames(job: RunningJob) -> Iterator[Frame]:
@@ -114,15 +114,15 @@ def _view(job: RunningJob, seen: live_records.JobSnapshot) -> LiveView | None:
 
 def _silence(seen: live_records.JobSnapshot) -> str:
     """Return a message about the hosts that have not answered, with their ranks, or ""."""
-    told, first = [], 0
+    texts, first = [], 0
     hosts, on_each = seen.job.get("hosts", []), seen.job.get("on_each", [])
     for host, count in zip(hosts, on_each, strict=True):
         if host in seen.silent_hosts:
             ranks = named_ranks(range(first, first + count))
             are = "is" if count == 1 else "are"
-            told.append(f"node {host} does not answer: its {ranks} {are} not shown")
+            texts.append(f"node {host} does not answer: its {ranks} {are} not shown")
         first += count
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
 def _elsewhere(job: RunningJob, shown: LiveView | None) -> str:
@@ -139,10 +139,10 @@ def _renderable(
     if frame.view is not None:
         rows = MAX_RANK_ROWS + MOST_RANKS if height is None else max(4, height - BESIDE)
         parts.append(render(frame.view, width, rows))
-    elif not frame.said:
+    elif not frame.message:
         parts.append(Text(printable(_nothing_yet(job))))
-    if frame.said:
-        parts.append(Text(printable(frame.said), style="yellow"))
+    if frame.message:
+        parts.append(Text(printable(frame.message), style="yellow"))
     return Group(*parts)
 
 
@@ -161,8 +161,8 @@ def _lines(
 ) -> int:
     """Print views as JSON, or a single view. Raises ValueError if no single view is available."""
     for frame in frames:
-        if once and frame.view is None and frame.said:
-            raise ValueError(frame.said)
+        if once and frame.view is None and frame.message:
+            raise ValueError(frame.message)
         if as_json:
             print(json.dumps(_as_json(job, frame)), flush=True)
         else:
@@ -178,9 +178,9 @@ def _lines(
 def _as_json(job: RunningJob, frame: Frame) -> dict[str, Any]:
     if frame.view is None:
         empty = {"format": "paceline-live", "version": 1, "command": job.command, "step": 0}
-        return {**empty, "ranks": [], "now": [], "notes": [frame.said or _nothing_yet(job)]}
+        return {**empty, "ranks": [], "now": [], "notes": [frame.message or _nothing_yet(job)]}
     found = frame.view.as_dict()
-    return found | {"notes": [*found["notes"], *([frame.said] if frame.said else [])]}
+    return found | {"notes": [*found["notes"], *([frame.message] if frame.message else [])]}
 
 
 def _plainly(job: RunningJob, frames: Iterator[Frame], every: float) -> int:

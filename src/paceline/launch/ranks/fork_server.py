@@ -46,12 +46,14 @@ class OomKillCounter:
         before, self._kills = self._kills, _kills()
         if self._kills <= before:
             return ""
-        told = f"was killed by the kernel: out of memory. It had {_gib(most)} at most"
+        reason = f"was killed by the kernel: out of memory. It had {_gib(most)} at most"
         limits = memory_limits()
         if limits:
             allowed = min(limit for limit, _ in limits)
-            told += f"; its control group allows {_gib(allowed)} for all ranks of this node"
-        return f"{told}. HINT: use fewer ranks per node or a smaller batch, or request more memory"
+            reason += f"; its control group allows {_gib(allowed)} for all ranks of this node"
+        return (
+            f"{reason}. HINT: use fewer ranks per node or a smaller batch, or request more memory"
+        )
 
 
 def _kills() -> int:

@@ -232,7 +232,7 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
     rank and fail in turn.
     """
     if os.environ.get("PACELINE_REHEARSE"):
-        from .rehearse import rehearse
+        from .previews import rehearse
 
         ends: list[ShortEnd] = []
 
@@ -269,9 +269,9 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
             start_staging_all()
         survey = None
         if os.environ.get("PACELINE_SHOW_MEMORY"):
-            from .show_memory import start_showing
+            from .previews import start_showing_memory
 
-            survey = start_showing()
+            survey = start_showing_memory()
         if horovod is None:
             horovod = "HOROVOD_RANK" in os.environ
         if command["module"]:
@@ -374,8 +374,8 @@ class ShortEnd:
 
     def __init__(self) -> None:
         self._last_imported = next(reversed(sys.modules))
-        for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            one.atexit = False  # its object belongs to the rank server
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # its object belongs to the rank server
 
     def drop_script(self) -> None:
         """Drop the objects of the script and of modules beside it, so that their destructors run.
@@ -398,10 +398,10 @@ class ShortEnd:
 
 def _flush_files() -> None:
     """Write the buffers of files that the rank has opened: modules of libraries keep theirs."""
-    for one in gc.get_objects():  # without those from before the fork
-        if issubclass(type(one), _BUFFERED_FILES):
+    for file in gc.get_objects():  # without those from before the fork
+        if issubclass(type(file), _BUFFERED_FILES):
             with contextlib.suppress(Exception):  # of another process, closed, or only read
-                one.flush()
+                file.flush()
 
 
 def _leave_group(code: int) -> None:

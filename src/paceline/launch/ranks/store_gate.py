@@ -285,7 +285,7 @@ class StoreGate:
             self._refuse(connection, where)
         else:
             if self._pending_by_address[peer[0]] >= MAX_PENDING_PER_ADDRESS:
-                self._drop(next(n for n, one in self._pending.items() if one.address == peer[0]))
+                self._drop(next(n for n, p in self._pending.items() if p.address == peer[0]))
             elif len(self._pending) >= MAX_PENDING:
                 self._drop_oldest()
             # random: a late answer to the gate of the last attempt fits no connection of this one
@@ -394,11 +394,11 @@ class StoreGate:
         side.events = events
 
     def _close(self, side: _Side) -> None:
-        for one in (side, side.other):
-            assert one is not None
-            if one.events:
-                self._selector.unregister(one.connection)
-            one.connection.close()
+        for end in (side, side.other):
+            assert end is not None
+            if end.events:
+                self._selector.unregister(end.connection)
+            end.connection.close()
         if side.other is not None:
             side.other.other = None
         side.other = None

@@ -16,11 +16,10 @@ from ..remote.start_commands import LaunchTool
 # between two attempts; each wait is twice as long as the one before
 FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0
 JOIN_TIMEOUT_S = 5.0  # for the threads to end
+REACHABILITY_TIMEOUT_S = 30.0
 
 
 # Prepare hosts that join a running job: lost ones that return, and new ones.
-
-REACHABILITY_TIMEOUT_S = 30.0
 
 
 class JoiningHosts:
@@ -114,8 +113,8 @@ def _choose_address(host: RemoteHost, peers: list[RemoteHost], request: str) -> 
     for peer in peers:
         peer.send(reach={request: offer})
     reached = [_reached(peer, request) for peer in peers]
-    tried = {number: {0: one} for number, one in enumerate(reached, start=1)}
-    return choose([one.name for one in (host, *peers)], [offer], tried)[0]
+    tried = {number: {0: answer} for number, answer in enumerate(reached, start=1)}
+    return choose([known.name for known in (host, *peers)], [offer], tried)[0]
 
 
 def _reached(peer: RemoteHost, request: str) -> dict[str, str]:

@@ -165,9 +165,9 @@ def _holder(inode: int) -> int:
 def _has_socket(pid: str, inode: int) -> bool:
     folder = f"/proc/{pid}/fd"
     wanted = f"socket:[{inode}]"
-    for one in os.listdir(folder):
+    for fd in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):
-            if os.readlink(f"{folder}/{one}") == wanted:
+            if os.readlink(f"{folder}/{fd}") == wanted:
                 return True
     return False
 

@@ -96,8 +96,8 @@ class RemoteHost:
 
     def open_store(self, port: int) -> tuple[str, int]:
         self.send(store=port)
-        wait_for_answer = self._prompt_answer("store")
-        return str(wait_for_answer["address"]), int(wait_for_answer["store"])
+        answer = self._prompt_answer("store")
+        return str(answer["address"]), int(answer["store"])
 
     def close_store(self) -> None:
         self.send(store=None)
@@ -246,9 +246,8 @@ class RemoteHost:
         self._reader_done.wait(seconds)
 
     def close(self) -> None:
-        if self._close_once.acquire(
-            blocking=False
-        ):  # only once: the descriptors may be reused afterwards
+        # only once: the descriptors may be reused afterwards
+        if self._close_once.acquire(blocking=False):
             self._closing = True
             self._channel.close()
 
@@ -267,8 +266,8 @@ class RemoteHost:
         except InvalidMessageError as error:
             self._mark_lost(f"was lost with its node: the agent sent {error}")
         except Exception as error:  # for example a full disk: nothing else would report it
-            told = f"{type(error).__name__}: {error}"
-            self._mark_lost(f"was lost: a message of its node could not be handled ({told})")
+            reason = f"{type(error).__name__}: {error}"
+            self._mark_lost(f"was lost: a message of its node could not be handled ({reason})")
         finally:
             self._drop_incoming()
             self._reader_done.set()
@@ -306,8 +305,8 @@ class RemoteHost:
         elif "file" in message:
             self._store_record_chunk(message["file"], message["start"], message["last"], raw)
         elif "warning" in message:
-            said = printable(f"{self.name}: {message['warning']}")
-            sys.stderr.write(f"paceline: warning: {said}\n")
+            text = printable(f"{self.name}: {message['warning']}")
+            sys.stderr.write(f"paceline: warning: {text}\n")
         elif "leaving" in message:
             self._exit_status_when_lost = -int(message["signal"])
             self._mark_lost(message["leaving"])

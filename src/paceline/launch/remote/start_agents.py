@@ -1,5 +1,6 @@
 """Start an agent on each node of a job, and connect to it."""
 
+import itertools
 import os
 import re
 import shlex
@@ -9,7 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 
@@ -167,12 +167,11 @@ def _listen(addresses: list[str]) -> tuple[list[socket.socket], str]:
         if sockets:
             opened.pop_all()
             pairs = zip(addresses, sockets, strict=True)
-            return sockets, ";".join(f"{at},{one.getsockname()[1]}" for at, one in pairs)
-    one = listen_on("")
-    addresses = [link.address for link in network_links() if ":" not in link.address] or [
-        "127.0.0.1"
-    ]
-    return [one], ";".join(f"{address},{one.getsockname()[1]}" for address in addresses)
+            return sockets, ";".join(f"{at},{door.getsockname()[1]}" for at, door in pairs)
+    door = listen_on("")
+    addresses = [link.address for link in network_links() if ":" not in link.address]
+    port = door.getsockname()[1]
+    return [door], ";".join(f"{address},{port}" for address in addresses or ["127.0.0.1"])
 
 
 def addresses_towards(names: list[str]) -> list[str]:
@@ -194,7 +193,7 @@ def addresses_towards(names: list[str]) -> list[str]:
         return []
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return _unique(address for route in routes for address in route) or ["127.0.0.1"]
+    return list(dict.fromkeys(itertools.chain(*routes))) or ["127.0.0.1"]
 
 
 def _sources(name: str) -> list[str]:
@@ -207,7 +206,7 @@ def _sources(name: str) -> list[str]:
     if is_local_host(name):
         return []
     found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
-    found = [one for one in found if one[0] == socket.AF_INET] or found
+    found = [entry for entry in found if entry[0] == socket.AF_INET] or found
     sources = []
     for family, kind, _, _, where in found:
         with socket.socket(family, kind) as probe:  # connect() of a UDP socket sends nothing
@@ -221,10 +220,6 @@ def _sources(name: str) -> list[str]:
     if not sources:
         raise failed if found else OSError(f"{name} has no address")
     return sources
-
-
-def _unique(addresses: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(addresses))
 
 
 class AgentConnections:
@@ -244,12 +239,8 @@ class AgentConnections:
             excluded_hosts: Filled with the reason, by name, why hosts do not answer; the others are
                 enough. None: all are needed.
         """
-        self.tool, self.names, self._quiet, self._excluded_hosts = (
-            tool,
-            names,
-            quiet,
-            excluded_hosts,
-        )
+        self.tool, self.names, self._quiet = tool, names, quiet
+        self._excluded_hosts = excluded_hosts
         self.hosts: list[RemoteHost] = []
         self._visitors: list[RemoteHost] = []
         self._processes: list[_ToolProcess] = []
@@ -330,15 +321,11 @@ class AgentConnections:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         answers = [call.result() for call in calls]
-        self.hosts = [
-            wait_for_answer
-            for wait_for_answer in answers
-            if isinstance(wait_for_answer, RemoteHost)
-        ]
+        self.hosts = [answer for answer in answers if isinstance(answer, RemoteHost)]
         mistakes = {
-            calls[call]: str(wait_for_answer)
-            for call, wait_for_answer in zip(calls, answers, strict=True)
-            if isinstance(wait_for_answer, ValueError)
+            name: str(answer)
+            for name, answer in zip(calls.values(), answers, strict=True)
+            if isinstance(answer, ValueError)
         }
         if mistakes and (self._excluded_hosts is None or not self.hosts):
             raise ValueError("\n".join(list(dict.fromkeys(mistakes.values()))[:8]))
@@ -493,11 +480,9 @@ class _ToolProcess:
 
     def ended_numbers(self, tool: LaunchTool) -> set[int]:
         """Return the numbers of its processes that have ended, as far as its output says."""
-        matches = (
-            [re.match(tool.exit_pattern, line) for line in self.output_lines()]
-            if tool.exit_pattern
-            else []
-        )
+        if not tool.exit_pattern:
+            return set()
+        matches = [re.match(tool.exit_pattern, line) for line in self.output_lines()]
         return {int(n) for match in matches if match for n in expand_numbers(match["tasks"])}
 
     def take_new_lines(self) -> list[str]:

@@ -143,16 +143,16 @@ def find_tool(name: str) -> LaunchTool:
 def _mpi_tool(program: str) -> LaunchTool:
     try:
         asked = run_program(program, "--version", seconds=20.0)
-        said = asked.stdout + asked.stderr
+        answer = asked.stdout + asked.stderr
     except OSError as error:
         raise ValueError(f"--launcher {program}: {error}") from None
-    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+    if "Open MPI" in answer or "OpenRTE" in answer or "PRRTE" in answer:
         return LaunchTool(program, program, OPEN_MPI_OPTIONS, passes_environment=False)
-    if "HYDRA" in said.upper() or "Intel(R) MPI" in said:
+    if "HYDRA" in answer.upper() or "Intel(R) MPI" in answer:
         return LaunchTool(program, program, HYDRA_OPTIONS)
-    if "PALS" in said.upper():
+    if "PALS" in answer.upper():
         return TOOLS["palsrun"]
-    first = said.strip().splitlines()[:1]
+    first = answer.strip().splitlines()[:1]
     raise ValueError(
         f"--launcher {program}: Paceline does not recognize this MPI by its version "
         f"({first or 'no output'}). HINT: --launcher ssh"

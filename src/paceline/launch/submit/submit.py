@@ -58,10 +58,10 @@ def _qsub() -> str | None:
     PBS Pro prints "pbs_version = 22.05", Torque "Version: 6.1".
     """
     try:
-        told = run_program("qsub", "--version", seconds=10.0)
+        done = run_program("qsub", "--version", seconds=10.0)
     except OSError:
         return None
-    words = told.stdout + told.stderr
+    words = done.stdout + done.stderr
     if "pbs_version" in words:
         return "pbs"
     return "torque" if re.search(r"^(version|commit):", words, re.I | re.M) else None
@@ -214,25 +214,25 @@ def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
             write_output(path, script)
             command.append(str(path))
         try:
-            told = run_program(*command, text="" if kind.by_file else script)
+            done = run_program(*command, text="" if kind.by_file else script)
         except FileNotFoundError:
             raise ValueError(
                 f"there is no {command[0]} on PATH. HINT: submit on a login node of the cluster, "
                 "or print the script with --dry-run"
             ) from None
-    words = (told.stdout + told.stderr).strip()
-    if told.returncode:
+    words = (done.stdout + done.stderr).strip()
+    if done.returncode:
         raise ValueError(
-            f"{command[0]} did not accept the job (exit code {told.returncode}):\n{words}\n"
+            f"{command[0]} did not accept the job (exit code {done.returncode}):\n{words}\n"
             "HINT: --dry-run prints the script, --option adds options that your site requires"
         )
-    number = re.search(kind.identity, told.stdout, re.M)
+    number = re.search(kind.identity, done.stdout, re.M)
     if number is None:
         raise ValueError(
             f"{command[0]} printed no job number: {words!r}. HINT: --dry-run prints the script"
         )
-    if told.stderr.strip():  # messages of the site to its users
-        sys.stderr.write(told.stderr)
+    if done.stderr.strip():  # messages of the site to its users
+        sys.stderr.write(done.stderr)
     return number[1]
 
 
@@ -244,16 +244,16 @@ def is_active(kind: Scheduler, number: str) -> bool:
     """
     command = kind.query(number)
     try:
-        told = run_program(*command, seconds=QUERY_TIMEOUT_S)
+        done = run_program(*command, seconds=QUERY_TIMEOUT_S)
     except OSError as error:
         raise ValueError(f"the state of job {number} is not known: {command[0]}: {error}") from None
-    found = re.search(kind.state, told.stdout, re.M)
+    found = re.search(kind.state, done.stdout, re.M)
     if found is not None:
         return found[1] not in kind.ended
-    words = (told.stdout + told.stderr).strip()
-    if told.returncode and not re.search(UNKNOWN_JOB, words, re.I):
+    words = (done.stdout + done.stderr).strip()
+    if done.returncode and not re.search(UNKNOWN_JOB, words, re.I):
         raise ValueError(
             f"the state of job {number} is not known: {command[0]} ended with exit code "
-            f"{told.returncode}: {words}. HINT: try again on a login node of the cluster"
+            f"{done.returncode}: {words}. HINT: try again on a login node of the cluster"
         )
     return False

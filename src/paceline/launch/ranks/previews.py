@@ -1,7 +1,8 @@
-"""The rank of ``paceline run --rehearse``: run the script as ranks of a job, one after the other.
+"""The rank of ``paceline run --rehearse`` and ``--show-memory``, and what it prints.
 
-Each rehearsed rank is a process of its own, forked from this one, whose process groups are
-``EqualRanksGroup``s. Nothing of the job's other ranks exists.
+A rehearsal runs the script as ranks of a job, one after the other. Each rehearsed rank is a process
+of its own, forked from this one, whose process groups are ``EqualRanksGroup``s. Nothing of the
+job's other ranks exists.
 """
 
 import io
@@ -14,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+from rich.console import RenderableType
 
 from ...analyze.rehearsal.axis_traffic import groups_of
 from ...analyze.rehearsal.facts import (
@@ -37,13 +39,17 @@ from ...comm.rehearsal.cuda_on_cpu import MISSING_GPU
 from ...comm.rehearsal.install import VARIABLE as RANK_VARIABLE
 from ...comm.rehearsal.lone_store import RehearsalLimitError
 from ...observe.attach import current_recorder
-from ...record.hooks import taps
+from ...record.hooks import error_messages, taps
 from ...record.hooks.error_messages import line_of_error, summarize_error
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...report.console import PlainConsole
 from ...report.terminal.rehearsal import rehearsal_json, render
 from ...security.schema import parse_json
+
+if TYPE_CHECKING:
+    from ...cost.layout_memory import LayoutMemory
+    from ...parallel.memory.survey import MemorySurvey
 
 VARIABLE = "PACELINE_REHEARSE"  # a RehearsalRequest as JSON
 FAILS, CANNOT = 1, 2  # exit codes: ranks would fail, or the rehearsal has a limit
@@ -143,10 +149,10 @@ def _failure(error: BaseException | None, code: int) -> Failure:
     if isinstance(error, SystemExit):
         return Failure(f"sys.exit({error.code!r})", line_of_error(error))
     chain = list[BaseException]()
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     is_limit = any(
         isinstance(each, RehearsalLimitError) or any(text in str(each) for text in MISSING_GPU)
         for each in chain
@@ -222,7 +228,7 @@ def rehearse(run: Callable[[], int], finish: Finish) -> int:
         if rank == 0:
             waiting = representatives(request.ranks, outcome.facts.axes)[1:]
     rehearsal = Rehearsal(request, found)
-    _show(rehearsal)
+    _print_preview(rehearsal_json(rehearsal), render(rehearsal))
     failure = rehearsal.failed.failure if rehearsal.failed is not None else None
     if failure is not None and failure.is_limit:
         code = CANNOT
@@ -231,14 +237,13 @@ def rehearse(run: Callable[[], int], finish: Finish) -> int:
     return 0 if send_to_launcher(job_code=code) else code
 
 
-def _show(rehearsal: Rehearsal) -> None:
-    """Print the result, and send the JSON to the launcher."""
-    send_to_launcher(summary=json.dumps(rehearsal_json(rehearsal)))
+def _print_preview(summary: dict[str, Any], shown: RenderableType) -> None:
+    """Print what ``shown`` draws, and send the JSON to the launcher."""
+    send_to_launcher(summary=json.dumps(summary))
     text = io.StringIO()
     terminal = os.environ.get("PACELINE_TTY") == "1"
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or 100
-    console = PlainConsole(file=text, force_terminal=terminal, width=width)
-    console.print(render(rehearsal))
+    PlainConsole(file=text, force_terminal=terminal, width=width).print(shown)
     notify(text.getvalue())
 
 
@@ -331,7 +336,7 @@ def _set_environment(rank: int, request: RehearsalRequest) -> None:
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
         "GROUP_RANK": host,
-        "GROUP_WORLD_SIZE": sum(one.ranks > 0 for one in request.hosts),
+        "GROUP_WORLD_SIZE": sum(given.ranks > 0 for given in request.hosts),
     }
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(
@@ -353,3 +358,20 @@ def _seat(rank: int, hosts: list[HostFacts]) -> tuple[int, int]:
             return number, rank
         rank -= host.ranks
     raise AssertionError("the rank is on no host")
+
+
+def start_showing_memory() -> "MemorySurvey":
+    """Trace the memory of the script that this process is about to run (``--show-memory``)."""
+    from ...parallel.memory.survey import start_survey
+
+    survey = start_survey(_show_memory)
+    error_messages.explanations.append(survey.explain)
+    return survey
+
+
+def _show_memory(predicted: "list[LayoutMemory]", survey: "MemorySurvey") -> None:
+    from ...report import layout_memory
+
+    available = survey.available_bytes
+    table = layout_memory.render(predicted, available, survey.problems)
+    _print_preview(layout_memory.memory_json(predicted, available), table)
