@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .sharded_tensor import Copies, copies_in_mesh, is_sharded
-from .tensor_digest import DIGEST_BYTES, add_tensor
+from .tensor_digest import DIGEST_BYTES, tensor_digest
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,11 +65,9 @@ class ShardDigests:
     ) -> None:
         """Add a tensor of which these ranks hold copies, of a DTensor those of this shard."""
         if len(ranks) > 1:
-            content = hashlib.blake2b(digest_size=DIGEST_BYTES)
             own = tensor.to_local() if is_sharded(tensor) else tensor
-            add_tensor(own.detach(), content.update)
             of_shard = self.of_tensors.setdefault((part, _held_by(ranks)), {})
-            of_shard[path] = content.digest()
+            of_shard[path] = tensor_digest(own.detach())
 
     @property
     def of_shards(self) -> dict[ShardKey, bytes]:

@@ -195,8 +195,7 @@ def placed_like(saved: torch.Tensor | SavedTensor, like: Any) -> torch.Tensor:
     if isinstance(saved, SavedTensor):
         local = saved.part(offset, shape)
     else:
-        end = tuple(first + size for first, size in zip(offset, shape, strict=True))
-        local = saved[_slices(offset, end, (0,) * len(shape))].clone()
+        local = saved[_bounds(offset, shape)].clone()
     return DTensor.from_local(
         local.to(like.to_local().device),
         like.device_mesh,
@@ -228,8 +227,7 @@ def copy_into(saved: torch.Tensor | SavedTensor, dest: Any) -> bool:
         if isinstance(saved, SavedTensor):
             saved.copy_part(offset, local)
         else:
-            end = tuple(first + size for first, size in zip(offset, local.shape, strict=True))
-            local.copy_(saved[_slices(offset, end, (0,) * len(offset))])
+            local.copy_(saved[_bounds(offset, tuple(local.shape))])
     return True
 
 
@@ -252,6 +250,10 @@ def _overlap(a: Index, a_shape: Index, b: Index, b_shape: Index) -> tuple[Index,
 def _slices(begin: Index, end: Index, origin: Index) -> tuple[slice, ...]:
     each = zip(begin, end, origin, strict=True)
     return tuple(slice(first - zero, last - zero) for first, last, zero in each)
+
+
+def _bounds(offset: Index, shape: Index) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
 
 def _check_bounds(piece: Piece) -> None:

@@ -9,6 +9,7 @@ piece, so shape and placement are compared, and of copies of a piece the content
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,9 @@ from .sharded_tensor import (
     is_piece,
     is_sharded,
 )
-from .tensor_digest import DIGEST_BYTES, add_tensor
+from .tensor_digest import DIGEST_BYTES, add_tensor, tensor_digest
+
+Add = Callable[[bytes], None]  # adds bytes to a digest
 
 
 class Difference(NamedTuple):
@@ -74,8 +77,11 @@ class SharedState:
 
         Large tensors are read twice, on their device.
         """
-        compared = ((path, part) for path, part in self._parts.items() if path not in self._rank_0)
-        return {path: self._digest(part) for path, part in compared}
+        return self._digests(self._add_content)
+
+    def structures(self) -> dict[PartPath, bytes]:
+        """Return a digest of names, shapes and dtypes of each part that must be equal."""
+        return self._digests(self._add_structure, values=False)
 
     def shard_digests(self) -> ShardDigests:
         """Return digests of the shards of DTensors that other ranks hold too."""
@@ -115,35 +121,29 @@ class SharedState:
             return False
         return tensor.data_ptr() in self._rank_0_addresses
 
-    def structures(self) -> dict[PartPath, bytes]:
-        """Return a digest of names, shapes and dtypes of each part that must be equal."""
-        compared = ((path, part) for path, part in self._parts.items() if path not in self._rank_0)
-        return {path: self._structure(part) for path, part in compared}
+    def _digests(
+        self, add_tensor: Callable[[Add, int], None], values: bool = True
+    ) -> dict[PartPath, bytes]:
+        digests = {}
+        for path, part in self._parts.items():
+            if path not in self._rank_0:
+                content = hashlib.blake2b(digest_size=DIGEST_BYTES)
+                _add_part(part, content.update, partial(add_tensor, content.update), values)
+                digests[path] = content.digest()
+        return digests
 
-    def _structure(self, part: Any) -> bytes:
-        content = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    def _add_structure(self, add: Add, number: int) -> None:
+        tensor = self.tensors[number]
+        add(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
 
-        def tensor(number: int) -> None:
-            own = self.tensors[number]
-            content.update(f"{own.dtype} {tuple(own.shape)};".encode())
-
-        _add_part(part, content.update, tensor, values=False)
-        return content.digest()
-
-    def _digest(self, part: Any) -> bytes:
-        content = hashlib.blake2b(digest_size=DIGEST_BYTES)
-
-        def tensor(number: int) -> None:
-            own = self.tensors[number]
-            if self._is_of_rank_0(number):
-                content.update(b"rank 0")
-            elif is_sharded(own):
-                content.update(describe(own).encode())
-            else:
-                add_tensor(own, content.update)
-
-        _add_part(part, content.update, tensor)
-        return content.digest()
+    def _add_content(self, add: Add, number: int) -> None:
+        tensor = self.tensors[number]
+        if self._is_of_rank_0(number):
+            add(b"rank 0")
+        elif is_sharded(tensor):
+            add(describe(tensor).encode())
+        else:
+            add_tensor(tensor, add)
 
 
 def differences(digests: list[dict[PartPath, bytes]]) -> dict[PartPath, Difference]:
@@ -167,9 +167,7 @@ def _parts(skeleton: dict[Any, Any]) -> Iterator[tuple[PartPath, Any]]:
             yield (name,), value
 
 
-def _add_part(
-    part: Any, add: Callable[[bytes], None], tensor: Callable[[int], None], values: bool = True
-) -> None:
+def _add_part(part: Any, add: Add, tensor: Callable[[int], None], values: bool = True) -> None:
     """Add the types and values of a skeleton to a digest; equal trees add equal bytes.
 
     Without ``values``, numbers and other leaves count by their types.
@@ -261,7 +259,7 @@ def _is_equal(a: Any, b: Any) -> bool:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
         if isinstance(a, torch.Tensor) and (a.layout is not torch.strided or a.is_quantized):
-            return _tensor_digest(a) == _tensor_digest(b)
+            return tensor_digest(a) == tensor_digest(b)
         return bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
@@ -270,9 +268,3 @@ def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return sorted(map(repr, a)) == sorted(map(repr, b))
     return bool(a == b or (a != a and b != b))
-
-
-def _tensor_digest(tensor: torch.Tensor) -> bytes:
-    content = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    add_tensor(tensor, content.update)
-    return content.digest()

@@ -1,5 +1,6 @@
 """A digest of a tensor's content, of which large tensors are summed on their device."""
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,19 @@ _HASHED_BYTES = 1 << 16  # of larger tensors the digest has sums
 _ROW = 512  # 64-bit integers
 
 
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest of dtype, shape and bits of a tensor."""
+    content = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    add_tensor(tensor, content.update)
+    return content.digest()
+
+
 def add_tensor(tensor: torch.Tensor, add: Callable[[bytes], None]) -> None:
     """Add dtype, shape and bits of a tensor to a digest."""
     add(f"{tensor.dtype} {tensor.layout} {tensor.is_nested or tuple(tensor.shape)};".encode())
     if tensor.is_quantized:
         add(f"{tensor.qscheme()}".encode())
-        scales = _quantization(tensor)
-        add(f"{scales}".encode())
+        add(f"{_quantization(tensor)}".encode())
     for dense in state_tree.dense_parts(tensor):
         _add_dense(dense, add)
 

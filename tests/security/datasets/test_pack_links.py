@@ -17,7 +17,7 @@ import pytest
 import zarr
 
 from paceline.data import DataError, Files, Loader, Shards, pack
-from paceline.data.format.shard_format import load_meta
+from paceline.data.format.shard_format import load_meta, save_meta
 from paceline.data.loading.stored_arrays import StoredArrays
 
 OUTSIDE = r"refers to .*/\.?secret.*, which is no file of the dataset.*HINT: --follow-links"
@@ -350,7 +350,7 @@ def test_names_of_a_packed_dataset_without_checksums_are_not_read_from_outside(f
     pack(folder, out)
     meta = load_meta(out)
     meta.files = {}
-    meta.save(out)
+    save_meta(meta, out)
     assert Shards(out).name(0) in ("a.npy", "b.npy")
     (out / "names.txt").unlink()
     (out / "names.txt").symlink_to("../secret.txt")
