@@ -66,7 +66,7 @@ def test_rank_that_leaves_without_join(tmp_path):
         attempt(lambda: hvd.allreduce(x, name="last"))
     """,
     )
-    left = "Horovod has been shut down: rank 1 has called hvd.shutdown() or ended. HINT: call"
+    left = "Horovod has been shut down: rank 1 has called hvd.shutdown() or ended. HINT: give"
     assert result.returncode == 0
     assert [line for line in lines if left in line and "HorovodShutdownError" in line] == lines
     assert lines
