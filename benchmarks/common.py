@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 BENCHMARKS = Path(__file__).parent
 SCRIPTS = BENCHMARKS / "scripts"
@@ -144,10 +145,34 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median, "q1": q1, "q3": q3, "low": min(values), "high": max(values)}
 
 
+def shown(found: dict[str, float], digits: int = 2, scale: float = 1.0) -> str:
+    """Return the median and the quartiles of ``spread`` for a table."""
+    median, q1, q3 = (f"{scale * found[key]:.{digits}f}" for key in ("median", "q1", "q3"))
+    return f"{median} ({q1} to {q3})"
+
+
 def ratio(above: list[float], below: list[float]) -> dict[str, Any]:
     """Return the ratios of two alternatives in each round, and their statistics."""
     values = [a / b for a, b in zip(above, below, strict=True)]
     return {"rounds": values, **spread(values)}
+
+
+def cost_table(title: str, heading: str, times: dict[str, str]) -> Table:
+    """Return a table with two columns for each time: of a step, and how much more than the base."""
+    table = Table(heading, title=title)
+    for label in times.values():
+        table.add_column(f"{label}, µs a step", justify="right")
+        table.add_column("more, %", justify="right")
+    return table
+
+
+def cost_cells(name: str, base: str, medians: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
+    """Return the cells of one alternative in a ``cost_table``."""
+    cells = []
+    for what, of in ratios.items():
+        more = {key: 100 * of[name][key] - 100 for key in ("median", "q1", "q3")}
+        cells += [shown(medians[what][name], 0), "" if name == base else shown(more, 1)]
+    return cells
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from common import (
     ratio,
     rounds,
     run,
+    shown,
     spread,
     target,
 )
@@ -101,7 +102,7 @@ def report(args: Any, facts: dict[str, Any], times: Times, waits: list[float]) -
             "of ddp": ratio(kinds["horovod"], kinds["ddp"]),
             "of the limit": ratio(kinds["horovod"], allowed),
         }
-        cells = [shown(one) for one in medians[model].values()]
+        cells = [shown(one, scale=1e3) for one in medians[model].values()]
         table.add_row(model, *cells, f"{ratios[model]['of ddp']['median']:.3f}")
         claim = f"{model}: a step, of {STEP_LIMIT} of DDP's and {STEP_EXTRA_S * 1e3:g} ms"
         targets.append(target(claim, 1.0, ratios[model]["of the limit"]))
@@ -116,10 +117,6 @@ def report(args: Any, facts: dict[str, Any], times: Times, waits: list[float]) -
     found = {"steps_s": times, "coordination_s": waits}
     finish("horovod", args, facts, measurements=found, medians=medians, ratios=ratios,
            targets=targets)  # fmt: skip
-
-
-def shown(s: dict[str, float]) -> str:
-    return f"{s['median'] * 1e3:.2f} ({s['q1'] * 1e3:.2f}-{s['q3'] * 1e3:.2f})"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from common import (
     options,
     ratio,
     run,
+    shown,
     spread,
     target,
 )
@@ -50,7 +51,8 @@ def main() -> None:
         alone = spread(found["exchange alone"])
         share = alone["median"] / spread(found["horovod"])["median"]
         table.add_row(
-            backend, shown(found["horovod"]), f"{peer}: {shown(found[peer])}",
+            backend, shown(spread(found["horovod"]), scale=1e3),
+            f"{peer}: {shown(spread(found[peer]), scale=1e3)}",
             f"{ratios[backend]['median']:.3f}", f"{alone['median'] * 1e3:.2f} ({share:.0%})",
         )  # fmt: skip
         targets.append(target(f"{backend}: a step, of that of {peer}", LIMIT, ratios[backend]))
@@ -72,11 +74,6 @@ def measure(backend: str, args: Any) -> dict[str, list[float]]:
         )
         found: dict[str, list[float]] = json.loads(out.read_text())
     return found
-
-
-def shown(values: list[float]) -> str:
-    s = spread(values)
-    return f"{s['median'] * 1e3:.2f} ({s['q1'] * 1e3:.2f}-{s['q3'] * 1e3:.2f})"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from common import console, finish, run, spread, target
 from on_device import device_options, facts
 from rich.table import Table
 
-from paceline.study.probe.measure.arithmetic import arithmetic
-from paceline.study.probe.measure.memory_bandwidth import triad
+from paceline.study.probe.measure.device_speed import arithmetic, triad
 
 HOPPER = {
     "float64": 67e12,  # tensor cores

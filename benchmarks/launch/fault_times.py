@@ -29,6 +29,7 @@ from common import (
     options,
     rounds,
     run,
+    shown,
     spread,
     target,
 )
@@ -139,7 +140,7 @@ def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Tim
         }
         for what, label in WHAT.items():
             cells = [medians[fault][launcher][what] for launcher in args.launchers]
-            table.add_row(fault, label, *(shown(cell) for cell in cells))
+            table.add_row(fault, label, *(shown_time(cell) for cell in cells))
     console.print(table)
     targets = [
         target(
@@ -162,10 +163,10 @@ def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Tim
     )
 
 
-def shown(s: dict[str, float]) -> str:
+def shown_time(s: dict[str, float]) -> str:
     if s["median"] >= PATIENCE:
         return "never"
-    return f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})"
+    return shown(s)
 
 
 if __name__ == "__main__":

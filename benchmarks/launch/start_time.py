@@ -22,6 +22,7 @@ from common import (
     ratio,
     rounds,
     run,
+    shown,
     spread,
     target,
 )
@@ -102,10 +103,6 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, Any]) -> None:
     ]
     found = {"measurements": times, "medians": medians, "ratios": ratios, "targets": targets}
     finish("start_time", args, facts, **found)
-
-
-def shown(s: dict[str, float]) -> str:
-    return f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, console, finish, machine, options, ratio, rounds, run, spread
+from common import (
+    BENCHMARKS,
+    BIN,
+    console,
+    finish,
+    machine,
+    options,
+    ratio,
+    rounds,
+    run,
+    shown,
+    spread,
+)
 from common import target as judged
 from rich.progress import track
 from rich.table import Table
@@ -130,10 +142,6 @@ def report(args: Any, facts: Any, seconds: Any, strangers: Any) -> None:
     console.print(table)
     found = {"measurements": seconds | {f"{t}, garbage": n for t, n in strangers.items()}}
     finish("strangers", args, facts, **found, medians=medians, ratios=ratios, targets=targets)
-
-
-def shown(s: dict[str, float]) -> str:
-    return f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})"
 
 
 if __name__ == "__main__":

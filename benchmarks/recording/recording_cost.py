@@ -20,6 +20,8 @@ from common import (
     BIN,
     SCRIPTS,
     console,
+    cost_cells,
+    cost_table,
     finish,
     launch,
     machine,
@@ -27,10 +29,10 @@ from common import (
     ratio,
     rounds,
     run,
+    shown,
     spread,
     target,
 )
-from rich.table import Table
 
 LIMIT = 1.01
 EVENT_US = 3.0
@@ -122,20 +124,13 @@ def report(args: Any, facts: dict[str, Any], ranks: list[dict[str, Any]]) -> Non
 
 
 def show(args: Any, medians: dict[str, Any], ratios: dict[str, Any]) -> None:
-    table = Table(
-        title=f"Cost of recording on {args.ranks} ranks, {args.repeats} rounds of {args.steps} "
+    title = (
+        f"Cost of recording on {args.ranks} ranks, {args.repeats} rounds of {args.steps} "
         "steps: median (quartiles)"
     )
-    table.add_column("loop")
-    for label in TIMES.values():
-        table.add_column(f"{label}, µs a step", justify="right")
-        table.add_column("more, %", justify="right")
+    table = cost_table(title, "loop", TIMES)
     for name, meaning in MEANING.items():
-        cells = []
-        for what in TIMES:
-            cells.append(shown(medians[what][name], 0))
-            more = {key: 100 * ratios[what][name][key] - 100 for key in ("median", "q1", "q3")}
-            cells.append("" if name == BASE else shown(more, 1))
+        cells = cost_cells(name, BASE, medians, ratios)
         table.add_row(meaning, *cells)
     console.print(table)
     console.print(
@@ -143,10 +138,6 @@ def show(args: Any, medians: dict[str, Any], ratios: dict[str, Any]) -> None:
         f"{shown(medians['added_cpu_us'], 0)} µs more; the record says that it cost "
         f"{shown(medians['told_us'], 0)} µs. An event: {shown(medians['event_us'], 2)} µs"
     )
-
-
-def shown(s: dict[str, float], digits: int) -> str:
-    return f"{s['median']:.{digits}f} ({s['q1']:.{digits}f} to {s['q3']:.{digits}f})"
 
 
 if __name__ == "__main__":

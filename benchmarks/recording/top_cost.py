@@ -26,6 +26,8 @@ from common import (
     BIN,
     SCRIPTS,
     console,
+    cost_cells,
+    cost_table,
     finish,
     machine,
     options,
@@ -35,7 +37,6 @@ from common import (
     spread,
     target,
 )
-from rich.table import Table
 
 LIMIT = 1.01
 MEANING = {
@@ -194,28 +195,17 @@ def report(args: Any, facts: dict[str, Any], blocks: list[dict[str, Any]]) -> No
 
 
 def show(args: Any, medians: dict[str, Any], ratios: dict[str, Any]) -> None:
-    table = Table(
-        title=f"Cost of looking at {args.ranks} ranks, {args.repeats} rounds of {args.seconds:g} "
+    title = (
+        f"Cost of looking at {args.ranks} ranks, {args.repeats} rounds of {args.seconds:g} "
         "s: median (quartiles)"
     )
-    table.add_column("who looks")
-    for label in TIMES.values():
-        table.add_column(f"{label}, µs a step", justify="right")
-        table.add_column("more, %", justify="right")
+    table = cost_table(title, "who looks", TIMES)
     table.add_column("its own processor time, % of a core", justify="right")
     for name, meaning in MEANING.items():
-        cells = []
-        for what in TIMES:
-            cells.append(shown(medians[what][name], 0))
-            more = {key: 100 * ratios[what][name][key] - 100 for key in ("median", "q1", "q3")}
-            cells.append("" if name == BASE else shown(more, 1))
+        cells = cost_cells(name, BASE, medians, ratios)
         own = f"{100 * medians['own_share'][name]['median']:.1f}" if name in WORDS else ""
         table.add_row(meaning, *cells, own)
     console.print(table)
-
-
-def shown(s: dict[str, float], digits: int) -> str:
-    return f"{s['median']:.{digits}f} ({s['q1']:.{digits}f} to {s['q3']:.{digits}f})"
 
 
 if __name__ == "__main__":

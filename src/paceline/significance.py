@@ -69,6 +69,25 @@ def half_width(values: Sequence[float], tail: float) -> float:
     return student_quantile(tail, len(values) - 1) * error
 
 
+def gain_of_pairs(logs: Sequence[float], tail: float) -> tuple[float, float, float]:
+    """Return the gain of the throughput by a setting, and both ends of its interval.
+
+    The setting helps if the lower end is above zero: then a setting without an effect is kept with
+    probability ``tail``. The mean of the logarithms is zero without an effect, whatever the noise.
+
+    Args:
+        logs: Of each pair of measurements, one with and one without the setting: logarithm of the
+            ratio of their throughputs.
+        tail: Probability that an end is wrong.
+    """
+    mean, half = statistics.fmean(logs), half_width(logs, tail)
+    of_mean, low, high = (
+        math.expm1(min(log, 700.0))  # 700: below overflow
+        for log in (mean, mean - half, mean + half)
+    )
+    return of_mean, low, high
+
+
 def tail_of_look(count: int, looks: Sequence[int], level: float) -> float:
     """Return the part of ``level`` that a look after ``count`` values spends.
 

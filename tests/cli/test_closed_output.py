@@ -61,13 +61,13 @@ def test_files_are_written_before_results_are_printed(tmp_path, monkeypatch, wor
     monkeypatch.chdir(tmp_path)
     if words.startswith("check"):
         checked = SimpleNamespace(machine=_machine(), notes=[], more={}, code=0)
-        monkeypatch.setattr("paceline.study.check.check", lambda _: checked)
+        monkeypatch.setattr("paceline.study.measuring_jobs.check", lambda _: checked)
     if words.startswith("bench"):
         found = SimpleNamespace(collectives=[], copies=[], notes=[])
-        monkeypatch.setattr("paceline.study.bench_comm.bench", lambda *_: found)
+        monkeypatch.setattr("paceline.study.measuring_jobs.bench", lambda *_: found)
         monkeypatch.setattr("paceline.report.terminal.bench_comm.render", lambda *_: "figures")
         monkeypatch.setattr(
-            "paceline.study.bench_comm.merge_collectives", lambda *_: _machine(command="new")
+            "paceline.study.measuring_jobs.merge_collectives", lambda *_: _machine(command="new")
         )
     before = {path: path.stat().st_ino for path in tmp_path.glob(written)}
     with pytest.raises((BrokenPipeError, SystemExit)):  # rich exits itself

@@ -4,11 +4,15 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import ranks
 from records import Rank, made
 
+from paceline.analyze.records.load_run import load_run
+from paceline.analyze.scaling.critical.critical_model import FILE as CRITICAL_FILE
+from paceline.analyze.scaling.study_folder import STUDY_FILE
 from paceline.record.ring.states import State
 
 
@@ -192,6 +196,28 @@ def test_invalid_record_folders_are_rejected_with_hint(tmp_path, spoil, words):
     said = refusal(folder)
     assert words in said
     assert "HINT" in said
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "command"),
+    [
+        ([f"s/{STUDY_FILE}", "s/runs/n1/record/rank-0.ring"], "s", "scale --show s"),
+        ([f"s/{CRITICAL_FILE}"], "s", "scale --show s"),
+        (["s.toml", "s.journal", "s.trials/00000/attempt-1.out"], "s.trials", "tune s.toml --show"),
+        (["s.toml", "s.journal", "s-2.trials/x"], "s-2.trials", "tune s.toml --show"),
+        (["t/s.toml", "t/s.journal"], "t", "tune t/s.toml --show"),
+        (["s.toml", "s.journal"], "s.toml", "tune s.toml --show"),
+    ],
+)
+def test_folder_of_a_study_names_the_command_that_shows_it(
+    tmp_path, monkeypatch, files, given, command
+):
+    monkeypatch.chdir(tmp_path)
+    for file in map(Path, files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    with pytest.raises(ValueError, match=f"HINT: paceline {command}"):
+        load_run(Path(given))
 
 
 def _mix(folder):

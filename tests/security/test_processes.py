@@ -181,7 +181,7 @@ RIGHT_PROGRAMS = {
         "[tool, 'dump', '--nonblocking', '--json', '--pid', str(pid)]",  # of find_program
     },
     "launch/requeue.py": {"words"},  # of program_command
-    "study/bench_comm.py": {"command"},  # of find_program
+    "study/measuring_jobs.py": {"command"},  # of find_program
     "study/environment/check_packed.py": {"words"},  # of program_command
     "study/input_rate/__init__.py": {"feed.words()"},  # of python_command
     "study/probe/measure/import_time.py": {"words"},  # of find_program and python_command

@@ -7,8 +7,8 @@ from paceline.analyze.diagnosis.ladder_results import Ladder
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
 from paceline.study.diagnose import diagnose
+from paceline.study.diagnose.ladder import profile_operators
 from paceline.study.diagnose.plan import RoundCost, in_bursts
-from paceline.study.diagnose.profile_run import profile_operators
 from paceline.study.diagnose.run_script import FailedError, RunRequest
 from paceline.study.script_runs.deadline import Deadline
 

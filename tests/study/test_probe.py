@@ -23,10 +23,9 @@ from torch._C._distributed_c10d import HashStore
 from paceline.cost.machine.dataclass_tree import from_tree
 from paceline.cost.machine.machine_file import HostFacts, Machine
 from paceline.record.hooks.flop_counter import uses_tf32
-from paceline.study.probe.measure.arithmetic import _tf32, arithmetic
+from paceline.study.probe.measure.device_speed import _tf32, arithmetic, last_level_caches, triad
 from paceline.study.probe.measure.import_time import HOOK, import_torch
-from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds
-from paceline.study.probe.measure.memory_bandwidth import last_level_caches, triad
+from paceline.study.probe.measure.links import EVERY_PAIR, apart, rounds
 from paceline.study.probe.measure.page_cache import drop_from_cache, resident_share
 from paceline.study.probe.measure.storage import storage
 from paceline.study.probe.participants import (
@@ -137,10 +136,10 @@ def test_terminated_storage_measurement_leaves_no_files(tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
-from paceline.study.probe.run_check import _ended_gently
+from paceline.launch.linux_processes import exit_on_signal, signals_handled
 from paceline.study.probe.measure.storage import storage
 print("begun", flush=True)
-with _ended_gently():
+with signals_handled(exit_on_signal, (signal.SIGTERM,)):
     storage(Path({str(tmp_path)!r}), 60.0)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -17,11 +17,10 @@ from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
 from paceline.predict import history
 from paceline.study.diagnose import diagnose as diagnose_module
-from paceline.study.diagnose import ladder, paired_runs
+from paceline.study.diagnose import ladder
 from paceline.study.diagnose import try_remedies as trials_module
-from paceline.study.diagnose.diagnose import run_diagnosis, try_all
+from paceline.study.diagnose.diagnose import run_diagnosis, save_kept_settings, try_all
 from paceline.study.diagnose.run_script import OutOfTimeError, RunRequest
-from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import (
     confirm_kept,
     try_remedies,
@@ -68,7 +67,7 @@ TRAIN = """
 def asked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
-    monkeypatch.setattr(paired_runs, "LOOKS", (3,))
+    monkeypatch.setattr(trials_module, "LOOKS", (3,))
     monkeypatch.setattr(trials_module, "MICRO_ROUNDS", 1)
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, TRAIN)
@@ -270,16 +269,16 @@ class Simulated:
         self.pairs = 0
         runner = SimpleNamespace(deadline=Deadline.after(1e6))
         monkeypatch.setattr(trials_module, "Runner", lambda asked, say: nullcontext(runner))
-        monkeypatch.setattr(trials_module, "PairedRuns", lambda runner: self)
+        monkeypatch.setattr(trials_module, "run_pair", lambda *given: self.pair(*given))
 
-    def pair(self, base, added, steps, at, name):
+    def pair(self, runner, base, added, steps, at, name):
         logs = {}
         self.pairs += 1
         for on in (False, True) if at % 2 == 0 else (True, False):
             self.drift += self.rng.normal(0, 0.002)
             chance = 0.012 * self.rng.standard_t(3) + self.drift
             logs[on] = chance + sum(self.gains.get(knob, 0.0) for knob in added) * on
-        return paired_runs.Pair(logs[True] - logs[False])
+        return trials_module.Pair(logs[True] - logs[False])
 
     def tried(self, knobs=KNOBS_IN_TURN):
         asked, found = RunRequest("script.py", [], [], [], 2), TrialResults()

@@ -78,7 +78,7 @@ def comm(
     from ..cost.machine.machine_file import load, save
     from ..report.console import PlainConsole
     from ..report.terminal import bench_comm as shown
-    from ..study.bench_comm import SIZES, BenchRequest, bench, merge_collectives
+    from ..study.measuring_jobs import SIZES, BenchRequest, bench, merge_collectives
 
     with exit_on_mistake():
         before = load(machine) if machine is not None else None

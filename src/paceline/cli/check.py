@@ -184,8 +184,8 @@ def _check_nodes(options: CheckOptions) -> int:
     from ..cost.outliers import find_outliers
     from ..report.console import PlainConsole
     from ..report.terminal import check as shown
-    from ..study.check import CheckRequest
-    from ..study.check import check as measured
+    from ..study.measuring_jobs import CheckRequest
+    from ..study.measuring_jobs import check as measured
 
     folder = None if options.data is None else Path(options.data)
     checked = measured(CheckRequest(options.nodes, options.ranks, folder, options.quick))

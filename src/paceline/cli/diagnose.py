@@ -230,7 +230,7 @@ class DiagnosisOutputs:
         if self._json is not None and self._json != STDOUT:
             print_json(shown.as_json(found), self._json, indent=1)
         if self._settings is not None and found.tried is not None:
-            from ..study.diagnose.save_settings import save_kept_settings
+            from ..study.diagnose.diagnose import save_kept_settings
 
             said.append(save_kept_settings(found, self._settings))
         if self._html is not None:

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SET_NAME = 15  # PR_SET_NAME: the name of the main thread, at most 15 bytes
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that this process gets when its parent ends
@@ -93,6 +93,11 @@ def signals_handled(
     finally:
         for kind, handler_before in before.items():
             signal.signal(kind, handler_before)
+
+
+def exit_on_signal(number: int, _: Any) -> NoReturn:
+    """Exit through SystemExit, so that temporary files are removed and the terminal is restored."""
+    raise SystemExit(128 + number)
 
 
 def stat_fields(pid: int | str) -> list[str]:

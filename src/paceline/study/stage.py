@@ -9,10 +9,9 @@ from ..cluster.rank_identity import launched_by
 from ..cluster.topology.network_interfaces import is_local_host
 from ..launch.job import Job
 from ..launch.options import LaunchOptions, NodeOptions
-from ..launch.start import start
 from ..launch.target import Target, find_target
 from ..plurals import counted
-from .rank_summary import run_and_read_summary
+from .measuring_jobs import run_and_read_summary
 
 RANK = "paceline.study.stage_rank"
 
@@ -62,15 +61,12 @@ def stage_on_hosts(
     say(f"{source} to {root} of {counted(count, 'host')}")
     code, found = run_and_read_summary(
         Job(RANK, words, True, bind="none", hang_timeout=0.0),
-        lambda job: start(job, ranks),
+        ranks,
+        "staging ended with exit code {code}. Complete shards are kept. HINT: see the messages of "
+        "the hosts above, then repeat the same command, which continues",
     )
-    if found is None:
-        raise ValueError(
-            f"staging ended with exit code {code}. Complete shards are kept. HINT: see the "
-            "messages of the hosts above, then repeat the same command, which continues"
-        )
-    told: list[dict[str, Any]] = found["hosts"]
-    return max(code, int(any(one["error"] for one in told))), told
+    hosts: list[dict[str, Any]] = found["hosts"]
+    return max(code, int(any(host["error"] for host in hosts))), hosts
 
 
 def _bracketed(name: str) -> str:
@@ -81,4 +77,4 @@ def _bracketed(name: str) -> str:
 def sum_hosts(hosts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the value of --json: the result of each host, and the sums over all hosts."""
     each = ("copied", "fetched", "bytes", "read")
-    return {name: sum(one[name] for one in hosts) for name in each} | {"hosts": hosts}
+    return {name: sum(host[name] for host in hosts) for name in each} | {"hosts": hosts}

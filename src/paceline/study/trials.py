@@ -5,6 +5,7 @@ scratch folder where the system allows it (security/overlay.py). A trial ends wi
 at its time limit, or with Ctrl-C; its processes have then ended.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -181,15 +182,16 @@ class NoResultError(ValueError):
 
 
 class InterruptedTrialError(KeyboardInterrupt):
-    """The user or the system interrupted a trial.
-
-    Attributes:
-        trial: The trial; its record is that until then.
-    """
+    """The user or the system interrupted a trial."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__()
-        self.trial = trial
+        self._trial = trial
+
+    @functools.cached_property
+    def run(self) -> Run | None:
+        """Its record until then."""
+        return self._trial.load_partial()
 
 
 class Trials:
@@ -307,7 +309,9 @@ class Trials:
             words += ["--env", f"{VARIABLE}={request}"]
         if spec.settings:
             path = self.folder / f"settings-{self._count}.toml"
-            write_settings(path, {name: Setting(one) for name, one in spec.settings.items()}, {})
+            write_settings(
+                path, {name: Setting(value) for name, value in spec.settings.items()}, {}
+            )
             words += ["--settings", str(path)]
         words += [] if spec.record is None else ["--record", str(spec.record)]
         return [*words, "--", asked.script, *(asked.args if spec.args is None else spec.args)]
@@ -315,16 +319,16 @@ class Trials:
 
 def done_steps(run: Run | None) -> int:
     """Return the number of steps that every rank has done; 0 without a record."""
-    return min((one.count(State.STEP) for one in run.records), default=0) if run else 0
+    return min((record.count(State.STEP) for record in run.records), default=0) if run else 0
 
 
 def on_first_host(where: Sequence[str], ranks: int) -> list[str]:
     """Return the options with only the first host and some ranks on it, if they name hosts."""
-    found = list(where)
-    for at, word in enumerate(where):
-        if word == "-H":
-            found[at + 1] = where[at + 1].split(",")[0].partition(":")[0] + f":{ranks}"
-    return found
+    words = list(where)
+    if "-H" in words:
+        hosts = words.index("-H") + 1
+        words[hosts] = words[hosts].split(",")[0].partition(":")[0] + f":{ranks}"
+    return words
 
 
 def in_turn(keys: Sequence[K], number: int) -> list[K]:

@@ -69,6 +69,17 @@ def test_inconsistently_faster_setting_is_not_kept():
     assert not verdict.is_faster
 
 
+@pytest.mark.parametrize(
+    ("percent", "is_kept"),
+    [((5, 6, 4), True), ((1, 1.1, 0.9), True), ((-1, 10, 12), True), ((1, 2, 20), False)],
+)
+def test_setting_is_kept_if_it_is_faster_by_more_than_the_noise_of_the_pairs(percent, is_kept):
+    rungs = [1.0] * 9
+    (a, b, c) = (1 / (1 + one / 100) for one in percent)
+    told = iter([*rungs, 1.0, a, b, 1.0, 1.0, c])
+    assert searched(lambda choice: next(told))[0].is_faster == is_kept
+
+
 def test_search_is_robust_to_noise():
     """Step times of 0.7 to 1.0 times the default, with noise of 5% up and down."""
     chance, missed = random.Random(0), 0

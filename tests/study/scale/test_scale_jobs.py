@@ -20,8 +20,8 @@ from paceline.study.scale.jobs import (
     read_jobs,
     show_jobs,
 )
-from paceline.study.scale.run_folders import new_run_folder
 from paceline.study.scale.run_study import new_study, plan_study
+from paceline.study.study_folder import new_run_folder
 
 TRAIN = """
     import time, torch, paceline

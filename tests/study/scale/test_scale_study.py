@@ -23,9 +23,9 @@ from paceline.study.scale import run_study as module
 from paceline.study.scale.places import Place
 from paceline.study.scale.plan import PER_RANK, filled_in
 from paceline.study.scale.request import parse_precision, parse_sizes
-from paceline.study.scale.run_folders import new_run_folder
 from paceline.study.scale.run_setup import SetupResult
 from paceline.study.scale.run_study import new_study, run_study
+from paceline.study.study_folder import new_run_folder
 from paceline.study.trials import InterruptedTrialError, Trial, TrialSpec
 
 STEP_S = 0.01

@@ -9,15 +9,14 @@ from test_scale_study import runs, study  # noqa: F401  the fixture
 from paceline.analyze.scaling.study_events import StudyListener
 from paceline.analyze.scaling.study_model import Setup
 from paceline.security.run_lock import FolderInUseError
-from paceline.study.scale.run_folders import new_run_folder
 from paceline.study.scale.run_study import run_study
-from paceline.study.scale.study_lock import locked_study
+from paceline.study.study_folder import locked_sizes, new_run_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.study.scale.study_lock import locked_study
-with locked_study(Path(sys.argv[1]), print, [int(n) for n in sys.argv[2:]] or None):
+from paceline.study.study_folder import locked_sizes
+with locked_sizes(Path(sys.argv[1]), print, [int(n) for n in sys.argv[2:]] or None):
     print("has it", flush=True)
     sys.stdin.read()
 """
@@ -66,5 +65,5 @@ def test_jobs_of_different_sizes_work_on_a_study_at_the_same_time(tmp_path, runs
     with pytest.raises(FolderInUseError):
         run_study(folder, StudyListener(), only={2})
     assert set(runs.order) == {"n1-b64"}
-    with locked_study(folder, print):  # --continue, which looks for jobs that are missing
+    with locked_sizes(folder, print):  # --continue, which looks for jobs that are missing
         pass

@@ -73,7 +73,7 @@ def test_a_pattern_needs_the_step_if_trials_are_compared(tmp_path):
 
 
 def test_what_is_no_study_file(tmp_path):
-    with pytest.raises(ValueError, match=r"must end in \.toml"):
+    with pytest.raises(ValueError, match=r"must end in \.toml\. HINT: write a study file"):
         load_spec(tmp_path / "study.txt")
     with pytest.raises(ValueError, match=r"has no table \[study\]"):
         read(tmp_path, "[parameters.x]\nlow = 1\n")

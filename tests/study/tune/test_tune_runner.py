@@ -19,7 +19,7 @@ from played_trials import (
     write_study,
 )
 
-from paceline.study.tune import outcomes
+from paceline.study.tune import trial_folder as outcomes
 from paceline.study.tune.machine import Node
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.searches.search import FAILURE
@@ -189,7 +189,7 @@ def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch, said):
         return 0
 
     free = [1000.0]
-    monkeypatch.setattr(outcomes, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(outcomes, "free_space", lambda _: free[0])
     path = write_study(tmp_path)
     full = re.compile("trial 2 could not write: .*no space left", re.IGNORECASE)
     with pytest.raises(StudyStoppedError, match=full):
@@ -203,7 +203,7 @@ def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch, said):
 def test_a_file_system_without_a_number_of_blocks_is_not_full(tmp_path, monkeypatch):
     none = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
     monkeypatch.setattr(outcomes.os, "statvfs", lambda _: none)
-    assert outcomes.free_bytes(tmp_path) == math.inf
+    assert outcomes.free_space(tmp_path) is None
 
 
 def test_a_diverged_trial_is_ended_at_once(tmp_path):

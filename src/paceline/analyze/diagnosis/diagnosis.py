@@ -42,10 +42,10 @@ class Diagnosis:
     command: list[str]
     ladder: Ladder
     report: Report
-    waterfall: Waterfall | None
-    witnesses: list[Witness]
-    causes: list[Cause]
-    notes: list[str]
+    waterfall: Waterfall | None = None
+    witnesses: list[Witness] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     roofline: Roofline | None = None
     remedies: list[Remedy] = field(default_factory=list)
     tried: TrialResults | None = None

@@ -32,6 +32,15 @@ EXPERIMENTS = [
 ]
 
 
+def why_not_set(run: Run, knob: str) -> str:
+    """Return why no rank of a run has set a knob; "" if one has."""
+    each = [record.meta.get("knobs", {}).get(knob, {}) for record in run.records]
+    if any(one.get("set") for one in each):
+        return ""
+    why = next((one["why_not"] for one in each if one.get("why_not")), "")
+    return why or "the script never calls what the knob changes"
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """An experiment, and the share of a step that it is expected to save."""
@@ -52,10 +61,8 @@ class Hypothesis:
     def why_void(self, run: Run) -> str:
         """Return why the run did not test the hypothesis; empty if it did."""
         for name in self.experiment.settings:
-            each = [record.meta.get("knobs", {}).get(name, {}) for record in run.records]
-            if not any(knob.get("set") for knob in each):
-                why = next((knob["why_not"] for knob in each if knob.get("why_not")), "")
-                return f"{name} has no effect: {why or 'the script never calls what it changes'}"
+            if why := why_not_set(run, name):
+                return f"{name} has no effect: {why}"
         facts = [record.meta.get("rung", {}) for record in run.records]
         used = [
             facts_of_rank.get("used", {}).get(self.experiment.phase, {}) for facts_of_rank in facts

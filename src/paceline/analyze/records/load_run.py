@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from .script_lines import command_words, read_lines
 MAX_RECORDS = 1 << 13  # of one folder; the report has a figure for every pair of ranks
 MAX_RUN_JSON_BYTES = 16 << 20
 MAX_LISTED_FILES = 8  # files that an error message lists
+SCALING_FILES = ("study.json", "critical-batch.json")  # in a folder of paceline scale
+TUNING_SUFFIXES = (".toml", ".journal", ".trials")  # of the files and the folder of paceline tune
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def load_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         problem = "is no folder" if folder.exists() else "does not exist"
-        raise ValueError(f"{folder} {problem}. HINT: give the folder of paceline run --record")
+        hint = _study_command(folder) or "give the folder of paceline run --record"
+        raise ValueError(f"{folder} {problem}. HINT: {hint}")
     paths = sorted(folder.glob("*.ring"), key=lambda path: (len(path.name), path.name))
     if not paths:
         folders_with_records = sorted({path.parent for path in folder.rglob("*.ring")})
@@ -54,6 +58,8 @@ def load_run(folder: Path) -> Run:
             if folders_with_records
             else "paceline run --record FOLDER SCRIPT writes one"
         )
+        if study := _study_command(folder):
+            hint = f"{study} shows this study" + f"; or {hint}" * bool(folders_with_records)
         raise ValueError(f"{folder} has no record (rank-N.ring). HINT: {hint}")
     if len(paths) > MAX_RECORDS:
         raise ValueError(
@@ -82,6 +88,19 @@ def load_run(folder: Path) -> Run:
     label = _read_label(folder)
     command, env = (command_words(label.get(name)) for name in ("command", "env"))
     return Run(str(folder), records, missing, refused, command=command, env=env)
+
+
+def _study_command(path: Path) -> str:
+    """Return the command that shows the study whose file or folder this is; "" if it is none."""
+    if any((path / name).exists() for name in SCALING_FILES):
+        return f"paceline scale --show {path}"
+    files = [file for file in (path, *path.glob("*.journal")) if file.suffix in TUNING_SUFFIXES]
+    for file in files:
+        for stem in (file.stem, re.sub(r"-\d+$", "", file.stem)):  # of a fork: NAME-2.trials
+            study = file.with_name(f"{stem}.toml")
+            if study.exists() and study.with_suffix(".journal").exists():
+                return f"paceline tune {study} --show"
+    return ""
 
 
 def load_record(path: Path) -> Record:

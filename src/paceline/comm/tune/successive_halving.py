@@ -11,6 +11,7 @@ of steps is known in advance:
     proof    the best, default     3, the same, 3 times in turns
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from statistics import median
 from typing import Generic
 
 from ...plurals import counted
+from ...significance import gain_of_pairs
 from .choice import S
 
 MAX_CANDIDATES = 6  # besides the default
 FINALISTS = 3  # candidates left after the first round
 STEPS_PER_TRIAL = 3  # counted steps of a trial; their median is the answer
 WARM_UP_STEPS = 1  # uncounted steps of a trial with other settings: memory is touched anew
-COMPARISON_PAIRS = 3  # of the final comparison; the best candidate has to be faster in each
+COMPARISON_PAIRS = 3  # of the final comparison
+FALSE_KEEP_TAIL = 1 / 8  # probability that a candidate without an effect is kept
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class TuningResult(Generic[S]):
         best: Best candidate of the rounds.
         step_s: Seconds of a step with it, in the final comparison.
         default_step_s: Seconds of a step with the default.
-        is_faster: Whether it was faster than the default in each pair.
+        is_faster: Whether it was faster than the default by more than the noise of the pairs.
     """
 
     default: S
@@ -89,16 +92,15 @@ def halving(
             left = sorted(left, key=lambda choice: median(found[choice]))[:keep]
     if not left:
         return TuningResult(default, default, 0.0, 0.0, False)
-    pairs, both = [], (left[0], default)
+    best, times = left[0], defaultdict[S, list[float]](list)
     for pair in range(COMPARISON_PAIRS):
-        step_times = {}
-        for choice in both if pair % 2 else reversed(both):
-            step_times[choice] = yield Trial(choice)
-        pairs.append(tuple(step_times[choice] for choice in both))
-    step_s, default_step_s = (median(one) for one in zip(*pairs, strict=True))
-    return TuningResult(
-        default, left[0], step_s, default_step_s, all(one < other for one, other in pairs)
-    )
+        for choice in (best, default) if pair % 2 else (default, best):
+            times[choice].append((yield Trial(choice)))
+    logs = [
+        math.log(before / after) for before, after in zip(times[default], times[best], strict=True)
+    ]
+    _, low, _ = gain_of_pairs(logs, FALSE_KEEP_TAIL)
+    return TuningResult(default, best, median(times[best]), median(times[default]), low > 0)
 
 
 def max_steps(count: int) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -23,7 +23,7 @@ from ...report.numbers import elapsed
 from ...report.terminal.top import MAX_LISTED_RANKS as MOST_RANKS
 from ...report.terminal.top import MAX_RANK_ROWS, render
 from ...security.text import printable
-from ..linux_processes import signals_handled
+from ..linux_processes import exit_on_signal, signals_handled
 from . import live_records
 from .running_jobs import RunningJob, find
 
@@ -197,7 +197,10 @@ def _on_screen(
     job: RunningJob, frames: Iterator[Frame], every: float, console: PlainConsole
 ) -> int:
     last: LiveView | None = None
-    with signals_handled(_exit), Live(console=console, screen=True, auto_refresh=False) as screen:
+    with (
+        signals_handled(exit_on_signal),
+        Live(console=console, screen=True, auto_refresh=False) as screen,
+    ):
         for frame in frames:
             last = frame.view or last  # while the job ends, its ring files may be removed
             screen.update(_renderable(job, frame, *console.size), refresh=True)
@@ -206,11 +209,6 @@ def _on_screen(
         console.print(_renderable(job, Frame(last, ""), console.width))
     console.print(f"the job has ended{_hint(job)}", style="bold", highlight=False)
     return 0
-
-
-def _exit(number: int, _: Any) -> NoReturn:
-    """Exit through SystemExit on a signal, so that the terminal is restored."""
-    raise SystemExit(128 + number)
 
 
 def _hint(job: RunningJob) -> str:

@@ -1,11 +1,14 @@
 """``paceline diagnose``: run the ladder, compare it with the record, propose and try remedies."""
 
 import functools
+import os
 import re
+import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,9 +42,12 @@ from ...analyze.figures.step_work import Roofline, on_roofline
 from ...analyze.records.state_timeline import STATES
 from ...analyze.sharding.sharded_model import sharded_model
 from ...cost.machine.machine_file import Machine
+from ...knobs.settings import Setting, write_settings
 from ...plurals import counted, named_ranks
 from ...predict import history
 from ...predict.remedies import read_script, remedies
+from ...report.numbers import percent
+from ...report.remedies import format_gain
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .ladder import climb_ladder
 from .run_script import OutOfTimeError, RunRequest
@@ -140,22 +146,19 @@ def run_diagnosis(
     if operators is None:
         reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
         notes += [f"inside the model: {one}" for one in reasons]
-    command = [asked.script, *asked.args]
+    diagnosis = Diagnosis(
+        [asked.script, *asked.args],
+        ladder,
+        report,
+        notes=notes,
+        roofline=roofline,
+        lines=lines,
+        options=asked.typed_options,
+        operators=operators,
+        minutes=asked.minutes,
+    )
     if not (rungs["silent"] and rungs["cached"] and rungs["everything"]):
-        return Diagnosis(
-            command,
-            ladder,
-            report,
-            None,
-            [],
-            [],
-            notes,
-            roofline,
-            lines=lines,
-            options=asked.typed_options,
-            operators=operators,
-            minutes=asked.minutes,
-        )
+        return diagnosis
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
@@ -170,28 +173,20 @@ def run_diagnosis(
         found = ranked([*found, *more])
     caused, usual = split_usual(found)
     source = read_script(asked.script)
-    would = parts.compute(
+    proposed = parts.compute(
         "the remedies", lambda: remedies(evidence, found, source, asked.settings), []
     )
     unconfirmed = unconfirmed_causes(evidence, parts)
-    notes += parts.notes
-    return Diagnosis(
-        command,
-        ladder,
-        report,
-        evidence.waterfall,
-        both,
-        caused,
-        notes,
-        roofline,
-        remedies=would,
-        lines=lines,
+    return replace(
+        diagnosis,
+        waterfall=evidence.waterfall,
+        witnesses=both,
+        causes=caused,
+        notes=[*notes, *parts.notes],
+        remedies=proposed,
         usual=usual,
         unconfirmed=unconfirmed,
         off=history.prediction_errors(),
-        options=asked.typed_options,
-        operators=operators,
-        minutes=asked.minutes,
     )
 
 
@@ -239,12 +234,12 @@ def try_all(
         notes.append(f"the script was not diagnosed again with the kept settings: {late}")
     except ValueError as mistake:
         notes.append(f"with the kept settings the script could not be diagnosed again: {mistake}")
-    wrong = history.append(pair for one in result.trials for pair in _pairs(asked.script, one))
+    wrong = history.append(pair for trial in result.trials for pair in _pairs(asked.script, trial))
     notes += [wrong] if wrong else []
-    measured = {one.remedy.knob for one in result.trials if one.gain is not None}
+    measured = {trial.remedy.knob for trial in result.trials if trial.gain is not None}
     last = None
     if diagnoses and result.kept != asked.settings:
-        left = [one for one in diagnoses[-1].remedies if one.knob not in measured]
+        left = [remedy for remedy in diagnoses[-1].remedies if remedy.knob not in measured]
         last = replace(diagnoses[-1], remedies=left)
     return replace(found, tried=result, after=last, notes=notes, off=history.prediction_errors())
 
@@ -264,7 +259,7 @@ def _passes(
         share = TRIALS_SHARE if ALL in names else NAMED_SHARE
         asked = replace(asked, deadline=deadline.part(share))
         before, anew = dict(result.kept), {one.knob for one in wanted}
-        result.trials = [one for one in result.trials if one.remedy.knob not in anew]
+        result.trials = [trial for trial in result.trials if trial.remedy.knob not in anew]
         try_remedies(asked, found.ladder.steps, wanted, result, say, found.ladder.run_s)
         if result.kept == before:
             return
@@ -304,7 +299,7 @@ def _line_profile(ladder: Ladder, last: RunAnalysis) -> LineProfile | None:
     """Return the line profile of all rounds. ``last``: the analysis of the last round."""
     runs = [analyse_with_window(run, steps) for run, steps in ladder.rounds[:-1]]
     windows = [one.measured for one in (*runs, last) if one.measured is not None]
-    step_s = [one.step_s for one in ladder.rungs["everything"]]
+    step_s = [rung.step_s for rung in ladder.rungs["everything"]]
     return profile_of_runs(windows, statistics.fmean(step_s) if step_s else 0.0)
 
 
@@ -317,20 +312,14 @@ def _evidence(
     parts: FailedParts,
 ) -> Evidence:
     facts = ladder.facts
-    lines: dict[str, list[dict[str, object]]] = {}
-    if measured is not None:
-        for name in LINES:
-            state = STATES.index(name)
-            lines[name] = parts.compute(
-                f"lines of {name}",
-                functools.partial(lines_in, measured.records, measured.timelines, state),
-                [],
-            )
 
     def of_window(part: str, measure: Callable[[MeasuredWindow], T], default: T) -> T:
         if measured is None:
             return default
         return parts.compute(part, functools.partial(measure, measured), default)
+
+    def lines_of(state: str, window: MeasuredWindow) -> list[dict[str, object]]:
+        return lines_in(window.records, window.timelines, STATES.index(state))
 
     return Evidence(
         waterfall=found,
@@ -344,7 +333,10 @@ def _evidence(
         savings=ladder.savings,
         facts=facts,
         gradients=of_window("gradient synchronization", measure_gradient_sync, None),
-        lines=lines,
+        lines={
+            state: of_window(f"lines of {state}", functools.partial(lines_of, state), [])
+            for state in (LINES if measured is not None else ())
+        },
         exchanged=of_window("calls of collectives", measure_exchanged_calls, []),
         sharded=parts.compute(
             "sharded blocks", lambda: sharded_model(report.blocks, ladder.run.records), None
@@ -373,7 +365,7 @@ def _refused(ladder: Ladder) -> list[str]:
 
 def _noisy_rounds(rungs: dict[str, list[RungResult]]) -> list[str]:
     """Return a note if the step times of the rounds differ by much."""
-    times = [one.step_s for one in rungs["everything"]]
+    times = [rung.step_s for rung in rungs["everything"]]
     if len(times) < 2:
         return []
     # Not the range, which grows with the number of rounds.
@@ -389,25 +381,66 @@ def _noisy_rounds(rungs: dict[str, list[RungResult]]) -> list[str]:
 def _unseen(rungs: dict[str, list[RungResult]]) -> list[str]:
     """Return notes on what could not be switched off in this script."""
     found = []
-    if any(not one.cached for one in rungs["cached"]):
+    if any(not rung.cached for rung in rungs["cached"]):
         found.append(
             "the script uses no torch DataLoader whose batches could be cached in memory: only the "
             "record shows the share of the input"
         )
-    if any(not one.silent for one in rungs["silent"]):
+    if any(not rung.silent for rung in rungs["silent"]):
         found.append("the script uses no process group: there is no communication to switch off")
     return found
 
 
 def _cores(report: Report, facts: list[dict[str, Any]]) -> int | None:
     """Return the number of hardware threads that the first host's ranks together may use."""
-    masks = [one.get("mask") for one in facts]
-    own = [
-        mask
-        for host, mask in zip(report.hosts, masks, strict=False)
-        if host == report.hosts[0] and mask
-    ]
     together = 0
-    for mask in own:
-        together |= int(mask, 16)
+    for host, rank_facts in zip(report.hosts, facts, strict=False):
+        if host == report.hosts[0]:
+            together |= int(rank_facts.get("mask") or "0", 16)
     return together.bit_count() or None
+
+
+# Save the settings that ``paceline diagnose --try`` kept, for ``paceline run --settings``.
+
+
+def save_kept_settings(found: Diagnosis, path: Path) -> str:
+    """Write the settings that were kept, and return a message for the user.
+
+    No file is written if no setting was kept.
+    """
+    assert found.tried is not None
+    kept = found.tried.kept
+    if not kept:
+        return f"no remedy was kept, so {path} is not written"
+    settings = {
+        name: Setting(value, _why(found, found.tried, name)) for name, value in kept.items()
+    }
+    write_settings(
+        path,
+        settings,
+        {
+            "script": Path(found.command[0]).name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            "cores": os.cpu_count() or 0,
+            "ranks": found.report.size,
+            "torch": version("torch"),
+        },
+    )
+    return f"the kept settings are in {path}; apply them with paceline run --settings {path} ..."
+
+
+def _why(found: Diagnosis, tried: TrialResults, name: str) -> tuple[str, ...]:
+    trial = next((trial for trial in tried.trials if trial.remedy.knob == name), None)
+    if trial is None:
+        return ("set before the trials",)
+    cause = next((cause for cause in found.causes if cause.id == trial.remedy.cause), None)
+    if cause is not None:
+        why = [f"{cause.id}: {percent(cause.share)} of a step's time"]
+    else:  # the cause was found in a later pass, or the remedy was requested without a cause
+        why = [f"{trial.remedy.cause}, found with the settings that were kept before"] * bool(
+            trial.remedy.cause
+        )
+    foreseen = f"predicted {format_gain(trial.predicted)} from {trial.source}, "
+    measured = f"measured {format_gain(trial.gain)} of the throughput"
+    return (*why, (foreseen if trial.predicted is not None else "") + measured)

@@ -7,6 +7,7 @@ The experiments are short runs of the user's script. Each of them disables somet
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ...analyze.diagnosis.descriptions import FirstRun
 from ...analyze.diagnosis.exchanged_calls import CollectiveKind, measure_exchanged_calls
@@ -27,35 +28,83 @@ from ...analyze.diagnosis.rungs import EndedError, RungResult, measure_rung
 from ...analyze.figures.report import analyse_with_window
 from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
+from ...analyze.records.operator_file import OperatorFiles, read_operator_files
 from ...plurals import counted
 from ...record.experiments.rung import (
     CACHED,
     EVERYTHING,
     LOADER,
     ONE_THREAD,
+    PROFILED_STEPS,
     SILENT,
     SWITCHED,
     Rung,
 )
 from ...record.ring.states import State
 from ..script_runs.deadline import MINUTE_S
-from ..trials import done_steps
+from ..trials import InterruptedTrialError, done_steps
 from .plan import (
     LEAST_STEPS,
+    MIN_STEPS_SHORT_RUN,
     Plan,
     RoundCost,
     first_plan,
     fit_into_script,
     next_plan,
+    run_limit_s,
 )
-from .profile_run import profile_operators
 from .run_script import (
     FailedError,
-    InterruptedRunError,
     OutOfTimeError,
     Runner,
     RunRequest,
 )
+
+# The run of ``paceline diagnose`` that profiles the operators of a few steps.
+
+STEPS_BEFORE = 10  # measured steps before the profile
+TIME_SHARE = 0.2  # of the time left, at most, for this run
+SLOWDOWN = 5.0  # expected, of a step whose operators are profiled
+
+
+def profile_operators(runner: Runner, cost: RoundCost, script_steps: int | None) -> OperatorFiles:
+    """Profile the operators of a few steps of all ranks, if there is time for it.
+
+    No failure of this run ends the diagnosis.
+
+    Args:
+        runner: Runs the script.
+        cost: Cost of a run with one phase.
+        script_steps: Number of steps of the script; None if it has more than those of a first run.
+
+    Raises:
+        InterruptedTrialError: The user interrupted the run.
+    """
+    warm, steps = runner.asked.warming, runner.asked.steps or STEPS_BEFORE
+    left_s, most = TIME_SHARE * runner.deadline.left_s, script_steps or math.inf
+    profile_s = SLOWDOWN * PROFILED_STEPS * cost.step_s
+    if cost.duration_s(warm + steps) + profile_s > left_s or warm + steps + PROFILED_STEPS > most:
+        warm, steps = 1, MIN_STEPS_SHORT_RUN
+    expected_s = cost.duration_s(warm + steps) + profile_s
+    if expected_s > left_s:
+        note = "there is no time to profile the operators. HINT: increase --minutes"
+        return OperatorFiles([], [note])
+    rung = Rung(warm, steps, (EVERYTHING,), profiles=True)
+    named = f"the operators of {PROFILED_STEPS} steps"
+    try:
+        run = runner.run(False, rung, named=named, limit_s=run_limit_s(expected_s))
+    except FailedError as failed:
+        note = f"the script fails while its operators are profiled: {failed.short}"
+        return OperatorFiles([], [note])
+    except OutOfTimeError:
+        return OperatorFiles([], ["profiling the operators takes too long"])
+    files, notes = read_operator_files(Path(run.name))
+    failures = [record.meta.get("rung", {}).get("profile_failure") for record in run.records]
+    notes += dict.fromkeys(f"the operators were not profiled: {one}" for one in failures if one)
+    if not files and not notes:
+        notes = ["the operators were not profiled: the script ends after its first steps"]
+    return OperatorFiles(files, notes)
+
 
 # Figures of one run of the ladder.
 
@@ -96,9 +145,6 @@ def split_phases(phases: tuple[str, ...]) -> list[tuple[str, ...]]:
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
 SURVEY_SHARE = 0.25  # of the time budget, at most, for the first run
 REPETITIONS = (3, 9)  # minimum and maximum number of rounds
-# A run may take this factor of the time that is expected, and at least this time, before it counts
-# as failed.
-RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 5.0, 60.0
 
 
 def climb_ladder(asked: RunRequest, say: Callable[[str], None]) -> Ladder:
@@ -158,11 +204,11 @@ class _Climb:
             run = self.runner.run(
                 False, rung, asked.count, named=f"{steps} steps, and a survey of what follows"
             )
-        except (OutOfTimeError, InterruptedRunError) as early:
+        except (OutOfTimeError, InterruptedTrialError) as early:
             if early.run is None or done_steps(early.run) < 2:
                 raise
             run, cut = early.run, True
-            ended = INTERRUPTED if isinstance(early, InterruptedRunError) else COMPLETE
+            ended = INTERRUPTED if isinstance(early, InterruptedTrialError) else COMPLETE
         took_s = time.monotonic() - before
         done = done_steps(run)
         if done < warm + steps:
@@ -230,13 +276,15 @@ class _Climb:
 
     def _cost(self) -> RoundCost:
         phases = sum(one != LOADER for _, phases in self.runs for one in phases)
-        separate = sum(one.experiment.is_separate for one in self.hypotheses)
+        separate = sum(hypothesis.experiment.is_separate for hypothesis in self.hypotheses)
         starts_s = self._runs_per_round * self.start_s
         return RoundCost(starts_s, self.step_s, phases + separate)
 
     @property
     def _runs_per_round(self) -> int:
-        return len(self.runs) + sum(one.experiment.is_separate for one in self.hypotheses)
+        return len(self.runs) + sum(
+            hypothesis.experiment.is_separate for hypothesis in self.hypotheses
+        )
 
     def _has(self, kind: tuple[bool, str]) -> bool:
         return any(kind == (alone, one) for alone, phases in self.runs for one in phases)
@@ -297,7 +345,7 @@ class _Climb:
         A rung that fails is left out from now on, and the results of this run are discarded.
 
         Raises:
-            OutOfTimeError, InterruptedRunError: The round was ended early. Its results are kept
+            OutOfTimeError, InterruptedTrialError: The round was ended early. Its results are kept
                 if there is no other round.
         """
         count = _rounds(found)
@@ -318,7 +366,7 @@ class _Climb:
                 if alone:
                     continue
                 return
-            except (OutOfTimeError, InterruptedRunError) as early:
+            except (OutOfTimeError, InterruptedTrialError) as early:
                 if isinstance(early, OutOfTimeError) and self.runner.deadline.left_s:
                     slow = FailedError(f"it took longer than {limit_s:.0f} s", 0, "too slow")
                     done = done_steps(early.run) if early.run is not None else 0
@@ -343,13 +391,13 @@ class _Climb:
     def _limit_s(self, rung: Rung) -> float:
         """Return the time after which a run counts as failed."""
         steps = len(rung.phases) * (rung.warm + rung.steps)
-        return max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * (self.start_s + steps * self.step_s))
+        return run_limit_s(self.start_s + steps * self.step_s)
 
     def _test(self, tested: Hypothesis, found: Ladder, plan: Plan) -> None:
         """Test a hypothesis in a run of its own; one that cannot be tested is left out.
 
         Raises:
-            OutOfTimeError, InterruptedRunError: The run was ended early.
+            OutOfTimeError, InterruptedTrialError: The run was ended early.
         """
         experiment = tested.experiment
         rung = Rung(plan.warm, plan.steps, (experiment.phase,))
@@ -375,7 +423,9 @@ class _Climb:
 
     def _measure(self, found: Ladder, run: Run, rung: Rung, alone: bool, phase: str) -> None:
         if phase in SWITCHED:
-            tested = next(one for one in self.hypotheses if one.experiment.phase == phase)
+            tested = next(
+                hypothesis for hypothesis in self.hypotheses if hypothesis.experiment.phase == phase
+            )
             if why := tested.why_void(run):
                 found.refused[tested.experiment.rung] = why
                 found.drop(tested.experiment)
@@ -441,7 +491,11 @@ class _Climb:
             "broadcasts of buffers", lambda: broadcast_share(run, steps), 0.0
         )
         self.hypotheses = hypotheses(FirstRun(facts, broadcasts))
-        within = [one.experiment for one in self.hypotheses if not one.experiment.is_separate]
+        within = [
+            hypothesis.experiment
+            for hypothesis in self.hypotheses
+            if not hypothesis.experiment.is_separate
+        ]
         single, switched = (
             [one.phase for one in within if one.is_alone == is_alone] for is_alone in (True, False)
         )

@@ -8,6 +8,14 @@ BURST = 16  # steps; longer bursts are ignored
 MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
 STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
 PLANNED_SHARE = 0.85  # of the time: a round that is longer than planned must not cost the last one
+# A run may take this factor of the time that is expected, and at least this time, before it counts
+# as failed.
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 5.0, 60.0
+
+
+def run_limit_s(expected_s: float) -> float:
+    """Return the time after which a run counts as failed."""
+    return max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
 
 
 @dataclass(frozen=True)

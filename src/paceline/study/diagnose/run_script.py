@@ -13,7 +13,7 @@ from ...analyze.records.load_run import Run
 from ...plurals import counted
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ..script_runs.deadline import Deadline
-from ..trials import InterruptedTrialError, ScriptRequest, Trials, TrialSpec, on_first_host
+from ..trials import ScriptRequest, Trials, TrialSpec, on_first_host
 
 OUT_OF_TIME = "the time budget was used up"
 
@@ -79,18 +79,6 @@ class OutOfTimeError(ValueError):
         self.run = run
 
 
-class InterruptedRunError(KeyboardInterrupt):
-    """The user or the system interrupted a run.
-
-    Attributes:
-        run: Record until then, or None.
-    """
-
-    def __init__(self, run: Run | None) -> None:
-        super().__init__()
-        self.run = run
-
-
 class Runner(Trials):
     """Runs the script with records in a temporary folder, which is removed at the end."""
 
@@ -130,7 +118,7 @@ class Runner(Trials):
         Raises:
             FailedError: The script failed.
             OutOfTimeError: The run was ended after ``limit_s`` or at the deadline.
-            InterruptedRunError: The user interrupted the run.
+            InterruptedTrialError: The user interrupted the run.
             ValueError: The script was stopped.
         """
         if not self.deadline.left_s:
@@ -148,10 +136,7 @@ class Runner(Trials):
             settings={**self.asked.settings, **(settings or {})},
             limit_s=limit_s,
         )
-        try:
-            trial = self.run_trial(spec)
-        except InterruptedTrialError as early:
-            raise InterruptedRunError(early.trial.load_partial()) from None
+        trial = self.run_trial(spec)
         if trial.code is None:
             raise OutOfTimeError(self.asked.minutes, trial.load_partial())
         run = trial.load()

@@ -10,28 +10,171 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...analyze.diagnosis.remedy import Remedy, Trial, TrialResults
-from ...analyze.diagnosis.rungs import Interval
+from ...analyze.diagnosis.ladder_results import why_not_set
+from ...analyze.diagnosis.remedy import Losses, Remedy, Trial, TrialResults
+from ...analyze.diagnosis.rungs import Interval, measure_rung
 from ...knobs.knob import Switch
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
 from ...predict.remedies import gain_after
 from ...predict.saving import TRIED
-from ...significance import SharedLevel
-from .paired_runs import (
-    LOOKS,
-    TIGHT,
-    NoEffectError,
-    Pair,
-    PairedRuns,
-    is_decided,
-    is_precise,
-    measure_pairs,
-)
+from ...record.experiments.rung import EVERYTHING, Rung
+from ...significance import SharedLevel, gain_of_pairs, tail_of_look
+from ..trials import in_turn
+from .plan import in_bursts
 from .run_script import OUT_OF_TIME, FailedError, OutOfTimeError, Runner, RunRequest
+
+# Measure the gain of settings by pairs of runs, one with and one without them.
+#
+# Pairs alternate between starting with and without the settings, so that a machine that warms up
+# or cools down affects both equally. What is averaged and tested is the logarithm of the ratio of
+# both throughputs: without an effect its mean is zero, whatever the noise of the two runs.
+
+LOOKS = (3, 5, 8)  # numbers of pairs after which it is decided whether to measure more
+MIN_GAIN = 0.02  # a trial ends when a larger gain can be excluded
+FUTILE_TAIL = 0.05  # probability of excluding it wrongly
+# Half of the interval of a gain at which its measurement ends: absolute, and relative to the gain.
+TIGHT, TIGHT_OF_GAIN = 0.02, 0.07
+WORKERS = "loader-workers"
+
+
+class NoEffectError(ValueError):
+    """A knob had no effect in the script."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One run with and one without settings.
+
+    Attributes:
+        log_ratio: Logarithm of the throughput with the settings over that without them.
+        losses: Training losses without and with them; None unless they change numbers.
+    """
+
+    log_ratio: float
+    losses: tuple[float, float] | None = None
+
+
+@dataclass
+class Pairs:
+    """Pairs of runs of the same settings, and what they say of the gain.
+
+    Attributes:
+        level: Probability that an end of an interval is wrong at any of the looks.
+    """
+
+    level: float
+    pairs: list[Pair] = field(default_factory=list)
+
+    @property
+    def gain(self) -> Interval:
+        """Gain of the throughput. All intervals of the looks are right together.
+
+        At the end of the time there may be fewer pairs than at a look: they spend its level.
+        """
+        logs = [pair.log_ratio for pair in self.pairs]
+        look = next(count for count in LOOKS if count >= len(logs))
+        return Interval(*gain_of_pairs(logs, tail_of_look(look, LOOKS, self.level)))
+
+    @property
+    def futile(self) -> bool:
+        """Whether the gain is at most ``MIN_GAIN``."""
+        logs = [pair.log_ratio for pair in self.pairs]
+        return gain_of_pairs(logs, FUTILE_TAIL)[2] < MIN_GAIN
+
+    @property
+    def losses(self) -> Losses | None:
+        """Mean training losses of all pairs."""
+        known = [pair.losses for pair in self.pairs if pair.losses is not None]
+        if not known:
+            return None
+        without, with_it = zip(*known, strict=True)
+        spread = max(without) - min(without)
+        return Losses(statistics.fmean(without), statistics.fmean(with_it), spread)
+
+
+def measure_pairs(
+    pair: Callable[[int], Pair], level: float, until: Callable[[Pairs], bool]
+) -> Pairs:
+    """Measure pairs until ``until`` is true of them after one of ``LOOKS``, or the last look.
+
+    Args:
+        pair: Measures the pair of this number, from 0 on.
+        level: Probability that an end of the interval is wrong at any of the looks.
+        until: Returns whether the pairs are enough.
+
+    Returns:
+        Fewer pairs if the time is over before, at least those of the first look.
+
+    Raises:
+        OutOfTimeError: The time is over before the first look: nothing can be decided then.
+    """
+    found = Pairs(level)
+    for count in LOOKS:
+        while len(found.pairs) < count:
+            try:
+                found.pairs.append(pair(len(found.pairs)))
+            except OutOfTimeError:
+                if len(found.pairs) < LOOKS[0]:
+                    raise
+                return found
+        if until(found):
+            break
+    return found
+
+
+def is_decided(found: Pairs) -> bool:
+    """Whether the settings help, make steps longer, or gain too little to go on."""
+    return found.gain.low > 0 or found.gain.high < 0 or found.futile
+
+
+def is_precise(found: Pairs) -> bool:
+    """Whether the gain is known precisely enough to report it."""
+    gain = found.gain
+    return gain.high - gain.low < 2 * max(TIGHT, TIGHT_OF_GAIN * abs(gain.mean))
+
+
+def run_pair(
+    runner: Runner, base: dict[str, Any], added: dict[str, Any], steps: int, at: int, name: str
+) -> Pair:
+    """Run the script once with ``base`` and once with ``base`` and ``added``.
+
+    Args:
+        runner: Runs the script.
+        base: Settings of both runs.
+        added: Settings whose gain is measured.
+        steps: Measured steps of each run.
+        at: Number of the pair, which says which run is first.
+        name: What the settings are called in messages.
+
+    Raises:
+        NoEffectError: A setting was not set on any rank.
+        ValueError: One of the runs failed, or the settings exclude each other.
+    """
+    if WORKERS in added:  # whole bursts of these, and of 2, as scripts often have
+        steps = in_bursts(steps, math.lcm(2, int(added[WORKERS])))
+    settings = {**base, **added}
+    exclude(settings)
+    warm = replace(runner.asked, settings=settings).warming
+    numbers = any(KNOBS[knob].numbers for knob in added)
+    rates, losses = {}, {}
+    for on in in_turn((False, True), at):
+        said = f"{'with' if on else 'without'} {name}, {steps} steps"
+        rung = Rung(warm, steps, (EVERYTHING,), losses=numbers)
+        run = runner.run(False, rung, settings=settings if on else base, named=said)
+        for knob in added if on else ():
+            if why := why_not_set(run, knob):
+                raise NoEffectError(why)
+        rates[on] = measure_rung(run, warm, steps, EVERYTHING).together
+        each = [record.meta.get("rung", {}).get("loss") for record in run.records]
+        if numbers and None not in each:
+            losses[on] = sum(each) / len(each)
+    both = (losses[False], losses[True]) if len(losses) == 2 else None
+    return Pair(math.log(rates[True] / rates[False]), both)
+
 
 # Part of what the passes before left that each pass spends, and shares among its remedies. There is
 # a second pass only if the first one has kept a remedy.
@@ -55,7 +198,7 @@ def select_remedies(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
 
     ``names`` contains "all" for all proposed ones that can be set, names of knobs, or name=value.
     """
-    proposed = {one.knob: one for one in remedies if one.settable}
+    proposed = {remedy.knob: remedy for remedy in remedies if remedy.settable}
     found: dict[str, Remedy] = dict(proposed) if ALL in names else {}
     for text in names:
         name, _, value = text.partition("=")
@@ -163,24 +306,23 @@ def confirm_kept(
     if not added:
         return ""
     with Runner(asked, say) as runner:
-        runs = PairedRuns(runner)
 
         def pair(at: int) -> Pair:
-            return runs.pair(base, added, steps, at, "all kept remedies")
+            return run_pair(runner, base, added, steps, at, "all kept remedies")
 
         try:
             gain = measure_pairs(pair, CONFIRM_LEVEL, is_precise).gain
-        except (ValueError, NoEffectError) as error:
+        except ValueError as error:
             return f"the gain of all kept remedies together could not be measured: {error}"
     found.confirmed, found.faster = gain, 1 + gain.mean
     if gain.low > 0:
         return ""
     found.kept, found.faster = base, 1.0
     found.trials = [
-        replace(one, kept=False, why="not confirmed by the measurement of all kept remedies")
-        if one.kept
-        else one
-        for one in found.trials
+        replace(trial, kept=False, why="not confirmed by the measurement of all kept remedies")
+        if trial.kept
+        else trial
+        for trial in found.trials
     ]
     return (
         "nothing is kept: measured again together, the remedies that helped in their trials gain "
@@ -194,14 +336,14 @@ class _Trials:
 
     def __init__(self, runner: Runner, steps: int, shared: SharedLevel, pair_s: float) -> None:
         self.pair_s = pair_s
-        self.runs, self.steps, self.deadline = PairedRuns(runner), steps, runner.deadline
+        self.runner, self.steps, self.deadline = runner, steps, runner.deadline
         self.glimpses_until = runner.deadline.part(GLIMPSE_SHARE)
         self.shared = shared
 
     def all(self, remedies: list[Remedy], found: TrialResults) -> None:
         before = found.faster  # the predictions are relative to this throughput
-        unknown = [one for one in remedies if one.gain is None]
-        known = [one for one in remedies if one not in unknown]
+        unknown = [remedy for remedy in remedies if remedy.gain is None]
+        known = [remedy for remedy in remedies if remedy not in unknown]
         for remedy in sorted(known, key=_mean_gain, reverse=True):
             assert remedy.gain is not None
             self._try(remedy, gain_after(remedy.gain, found.faster / before), found)
@@ -209,9 +351,7 @@ class _Trials:
         for one in unknown:
             try:
                 seen.append(replace(one, gain=self._glimpse(one, found.kept)))
-            except OutOfTimeError:
-                found.trials.append(_late(one, None))
-            except (ValueError, NoEffectError) as error:
+            except ValueError as error:
                 found.trials.append(_not_measured(one, None, error))
         for remedy in sorted(seen, key=_mean_gain, reverse=True):
             self._try(remedy, remedy.gain, found)
@@ -222,10 +362,7 @@ class _Trials:
         if foreseen is not None and source != TRIED and _rough(foreseen):
             try:
                 better = self._glimpse(remedy, found.kept)
-            except OutOfTimeError:
-                found.trials.append(_late(remedy, foreseen))
-                return
-            except (ValueError, NoEffectError) as error:
+            except ValueError as error:
                 found.trials.append(_not_measured(remedy, foreseen, error))
                 return
             if better is not None:
@@ -262,9 +399,7 @@ class _Trials:
             pairs = measure_pairs(
                 lambda at: self._pair(remedy, kept, self.steps, at), self.shared.level, is_decided
             )
-        except OutOfTimeError:
-            return _late(remedy, predicted)
-        except (ValueError, NoEffectError) as error:
+        except ValueError as error:
             return _not_measured(remedy, predicted, error)
         gain, lost = pairs.gain, pairs.losses
         why = "" if gain.low > 0 else "the gain is within the noise"
@@ -275,7 +410,8 @@ class _Trials:
 
     def _pair(self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int) -> Pair:
         start = time.monotonic()
-        pair = self.runs.pair(kept, {remedy.knob: remedy.value}, steps, at, remedy.knob)
+        added = {remedy.knob: remedy.value}
+        pair = run_pair(self.runner, kept, added, steps, at, remedy.knob)
         self.pair_s = time.monotonic() - start
         return pair
 
@@ -293,9 +429,9 @@ def _late(remedy: Remedy, predicted: Interval | None) -> Trial:
     return Trial(remedy, predicted, None, False, why, late=True)
 
 
-def _not_measured(
-    remedy: Remedy, predicted: Interval | None, error: "ValueError | NoEffectError"
-) -> Trial:
+def _not_measured(remedy: Remedy, predicted: Interval | None, error: ValueError) -> Trial:
+    if isinstance(error, OutOfTimeError):
+        return _late(remedy, predicted)
     if isinstance(error, FailedError):
         why = f"dropped, because the script fails with it: {error.short}"
     elif isinstance(error, NoEffectError):

@@ -15,13 +15,14 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.topology.local_resources import file_system_type
 from ...cost.import_cost import Load, Packed
 from ...cost.machine.machine_file import SECONDS, Figure
+from ...launch.linux_processes import exit_on_signal, signals_handled
 from ...security.processes import find_program, program_command
 from ...security.removal import TemporaryFolder
 from ..probe.measure import page_cache
@@ -368,16 +369,9 @@ def _folder() -> Iterator[Path]:
             folder.remove()  # what is mounted on it stays as it is
 
 
-@contextmanager
-def _ignore_signals() -> Iterator[None]:
+def _ignore_signals() -> AbstractContextManager[None]:
     """Ignore signals, so that a second Ctrl-C does not interrupt the cleanup."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signals_handled(signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
 def pack_environment(file: Path | None) -> Packed:
@@ -393,7 +387,7 @@ def pack_environment(file: Path | None) -> Packed:
     target = choose_format(file)
     own = find_environment()
     ready(own, target)
-    with _ended_gently():
+    with signals_handled(exit_on_signal):
         with describe("import torch from the environment"):
             # One import first: it completes __pycache__, and fails early if torch is missing.
             file_of_torch = timed(own.interpreter).file
@@ -455,7 +449,7 @@ def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
     firsts, others = [], []
     kept = 0.0
     for _ in range(ROUNDS):
-        kept = max(kept, drop_from_cache([file]) or 0.0)
+        kept = max(kept, page_cache.drop_files([file]) or 0.0)
         with mount_file(file) as place:
             places.append(place)
             firsts.append(_timed(place))
@@ -466,7 +460,7 @@ def _from_mounts(file: Path) -> tuple[str, Figure, Load]:
 
 
 def _from_unpacked(own: Environment, file: Path) -> tuple[str, Figure, Load]:
-    drop_from_cache([file])
+    page_cache.drop_files([file])
     with unpack_file(file, int(NOT_ROOM * own.bytes)) as place:
         firsts = [_timed(place)]
         others = [_timed(place) for _ in range(ROUNDS)]
@@ -486,7 +480,7 @@ def _timed(place: Mounted) -> Timed:
 def _loads(interpreter: str, prefix: Path, files: list[Path]) -> Load:
     firsts, others, kept = [], [], None
     for _ in range(ROUNDS):
-        kept = drop_from_cache(files)
+        kept = page_cache.drop_files(files)
         firsts.append(timed(interpreter))
         others.append(timed(interpreter))
     return _load(firsts, others, kept if _visible(prefix) else None)
@@ -505,45 +499,9 @@ def _visible(folder: Path) -> bool:
     return file_system_type(folder).partition(".")[0] not in page_cache.OWN_CACHE
 
 
-def drop_from_cache(files: Iterable[Path]) -> float | None:
-    """Drop files from the page cache; return the fraction of their bytes that stays cached.
-
-    None if the fraction is unknown for all files.
-    """
-    size = kept = 0.0
-    synced: set[int] = set()
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                own = os.fstat(file.fileno())
-                if own.st_dev not in synced:  # dirty pages can't be dropped
-                    page_cache.flush_page(file.fileno())
-                    synced.add(own.st_dev)
-                page_cache.drop_from_cache(file.fileno())
-                part = page_cache.resident_share(file.fileno())
-        except OSError:  # the file was removed, or is not readable for this user
-            continue
-        if part is not None:
-            size += own.st_size
-            kept += part * own.st_size
-    return kept / size if size else None
-
-
 def _inside(file: str, folder: Path, hint: str) -> None:
     if not Path(file).resolve().is_relative_to(folder.resolve()):
         raise ValueError(
             f"--pack-env: torch is imported from {file}, outside of {folder}: there is nothing to "
             f"compare. {hint}"
         )
-
-
-@contextmanager
-def _ended_gently() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into exceptions, so that temporary files and mounts are removed."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, lambda number, _: sys.exit(128 + number)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -42,11 +42,7 @@ MAX_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into 
 MAX_SAMPLES = 20_000  # maximum number of samples used
 MIN_SAMPLES = 100  # minimum number of samples: fewer are read too quickly to be timed
 Place = tuple[Path, int, int]  # file, offset, bytes
-
-
-def root_of(data: Any) -> Path:
-    path: Path = data.folder if isinstance(data, (Shards, Files)) else data.path
-    return path if path.is_dir() else path.parent
+KINDS: dict[type, str] = {Files: "files", StoredArrays: "store", Shards: "packed"}
 
 
 def files_of(data: Any) -> list[Path]:
@@ -61,8 +57,8 @@ def size_of(data: Any) -> int:
     """Return the bytes of the dataset; for ``Files`` estimated from some of the samples."""
     if isinstance(data, Files):
         step = max(len(data) // MIN_SAMPLES, 1)
-        looked = [data.location(i)[2] for i in range(0, len(data), step)]
-        return round(sum(looked) / len(looked) * len(data))
+        sizes = [data.location(i)[2] for i in range(0, len(data), step)]
+        return round(sum(sizes) / len(sizes) * len(data))
     return sum(path.stat().st_size for path in files_of(data))
 
 
@@ -138,15 +134,8 @@ def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str])
 
 def drop_from_cache(some: list[Place]) -> bool:
     """Drop the files from the page cache; return whether that succeeded."""
-    left = []
-    for number, path in enumerate(sorted({path for path, _, _ in some})):
-        with open(os.open(path, OPEN_FLAGS), "rb") as file:
-            os.fsync(file.fileno())
-            page_cache.drop_from_cache(file.fileno())
-            if number < MIN_SAMPLES:
-                left.append(page_cache.resident_share(file.fileno()))
-    known = [part for part in left if part is not None]
-    return bool(known) and sum(known) / len(known) < DROPPED
+    kept = page_cache.drop_files(sorted({path for path, _, _ in some}))
+    return kept is not None and kept < DROPPED
 
 
 def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
@@ -268,13 +257,8 @@ def ended(running: Running) -> None:
 
 def all_forgotten(data: Any, some: list[Place]) -> bool:
     """Drop every file that contains samples from the page cache; return whether that succeeded."""
-    return drop_from_cache([(path, 0, 0) for path in _every_file(data, some)])
-
-
-def _every_file(data: Any, some: list[Place]) -> set[Path]:
-    return {path for path, _, _ in some} | (
-        set() if isinstance(data, Files) else set(files_of(data))
-    )
+    others = [] if isinstance(data, Files) else files_of(data)
+    return drop_from_cache([*some, *((path, 0, 0) for path in others)])
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -312,15 +296,10 @@ def from_memory(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
         transform_s=scale * (whole_s - plain_s),
         alone=samples_s,
         stored_s=scale * first_s,
-        kind=_kind(data),
+        kind=KINDS[type(data)],
         chunk=together(data),
         decoded=data.array_spec.nbytes if isinstance(data, StoredArrays) else 0.0,
     )
-
-
-def _kind(data: Any) -> str:
-    kinds = {Files: "files", StoredArrays: "store", Shards: "packed"}
-    return kinds[type(data)]
 
 
 def _parts(feed: LoadRankConfig, data: Any) -> tuple[float, float, float, float]:
@@ -389,7 +368,8 @@ class Advice:
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        feed = self.feed
+        feed, values = self.feed, asdict(self)
+        del values["feed"]
         return {
             "format": "paceline-feeding",
             "version": 1,
@@ -397,14 +377,7 @@ class Advice:
             "transform": feed.transform,
             "ranks": feed.ranks,
             "threads": feed.threads,
-            "filesystem": self.filesystem,
-            "terms": asdict(self.terms),
-            "rates": {state: [asdict(one) for one in found] for state, found in self.rates.items()},
-            "measured": self.measured,
-            "remedies": [asdict(one) for one in self.remedies],
-            "fits": self.fits,
-            "hosts": self.hosts,
-            "notes": self.notes,
+            **values,
         }
 
 
@@ -428,40 +401,40 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
         )
     say(f"{data!r}")
     some = places(data, feed)
-    filesystem, notes = file_system_type(root_of(data)), list[str]()
+    root: Path = data.folder if isinstance(data, (Shards, Files)) else data.path
+    root = root if root.is_dir() else root.parent
+    filesystem, notes = file_system_type(root), list[str]()
     say("reading from storage")
-    told = from_storage(data, some, feed.seconds, notes)
-    if told:  # so that the files are in the page cache as after a first epoch
+    from_disk = from_storage(data, some, feed.seconds, notes)
+    if from_disk:  # so that the files are in the page cache as after a first epoch
         all_forgotten(data, some)
     say("reading from memory, decoding, transforming")
-    terms = _with(from_memory(feed, data, some), told)
+    terms = from_memory(feed, data, some)
+    first_pass_s = terms.stored_s + from_disk.pop("stored_s", 0.0)
+    terms = replace(terms, stored_s=first_pass_s, **from_disk)
     states = ["storage", "memory"] if terms.stored else ["memory"]
     found = {state: _rates(terms, feed, state == "storage") for state in states}
     measured = {}
     for state in states:
         say(f"loading on {counted(feed.ranks, 'rank')}, from {state}")
         measured[state] = measure_rates(feed, data, some, state)
-    would = remedies(terms, feed.ranks, feed.threads, terms.stored)
+    proposed = remedies(terms, feed.ranks, feed.threads, terms.stored)
     shard = (
-        max((one.bytes for one in data.meta.shards), default=0) if isinstance(data, Shards) else 0
+        max((shard.bytes for shard in data.meta.shards), default=0)
+        if isinstance(data, Shards)
+        else 0
     )
     stripes = striping(filesystem, shard)
     notes += [stripes] if stripes else []
     fits = size_of(data) < cache_room()
     over = max_hosts(terms, feed.ranks, feed.threads) if terms.stored else None
-    return Advice(feed, filesystem, terms, found, measured, would, fits, over, notes)
+    return Advice(feed, filesystem, terms, found, measured, proposed, fits, over, notes)
 
 
 def _rates(terms: Terms, feed: LoadRankConfig, stored: bool) -> list[Rate]:
     ranks = sorted({1, 2, 4, terms.cores, feed.ranks})
     most = max(terms.cores, feed.ranks)
-    return [rate(terms, one, feed.threads, stored) for one in ranks if one <= most]
-
-
-def _with(terms: Terms, told: dict[str, Any]) -> Terms:
-    """Return the terms with those of storage added."""
-    more = told.pop("stored_s", 0.0)
-    return replace(terms, stored_s=terms.stored_s + more, **told)
+    return [rate(terms, rank, feed.threads, stored) for rank in ranks if rank <= most]
 
 
 def cache_room() -> int:

@@ -118,14 +118,14 @@ def _sample_size_and_shapes(data: Any, change: Any) -> tuple[int, int]:
     step = max(len(data) // INSPECTED_SAMPLES, 1)
     recipe = SamplePipeline(data, adapt_transform(change), None, 0, False, False)
     try:
-        looked = [recipe.sample((0, i))[0] for i in range(0, len(data), step)]
+        samples = [recipe.sample((0, i))[0] for i in range(0, len(data), step)]
     except ValueError:
         raise
     except Exception as error:  # the user's own transform
         why = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         raise ValueError(why) from error
-    sizes = [one.nbytes if isinstance(one, np.ndarray) else len(one) for one in looked]
-    return max(sizes), len({np.shape(one) for one in looked})
+    sizes = [item.nbytes if isinstance(item, np.ndarray) else len(item) for item in samples]
+    return max(sizes), len({np.shape(item) for item in samples})
 
 
 def _shapes_may_differ(data: Any) -> bool:

@@ -189,12 +189,12 @@ def _run_ranks(task: Task, placement: LaunchOptions, job: PackJob) -> None:
 def _read_failure(run: Path) -> str:
     """Return the reason why a rank could not continue, or ""."""
     try:
-        told = read_regular(run / FAILED, MAX_FAILURE_BYTES)
+        reason = read_regular(run / FAILED, MAX_FAILURE_BYTES)
     except FileNotFoundError:
         return ""
     except OSError as error:
         return f"{run / FAILED}: {error.strerror}"
-    return printable(told.decode(errors="replace"))
+    return printable(reason.decode(errors="replace"))
 
 
 def _wait_for_pieces(job: PackJob, cut: Partition) -> None:

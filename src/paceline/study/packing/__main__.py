@@ -167,11 +167,11 @@ class ProgressReporter(threading.Thread):
 
     def _read(self, rank: int) -> None:
         try:
-            told = read_regular(self.run_folder / f"done-{rank}", COUNTS.size)
+            counts = read_regular(self.run_folder / f"done-{rank}", COUNTS.size)
         except (OSError, InvalidFileError):
             return
-        if len(told) == COUNTS.size:
-            samples, size = COUNTS.unpack(told)
+        if len(counts) == COUNTS.size:
+            samples, size = COUNTS.unpack(counts)
             self.progress_by_rank[rank] = max(samples, 0), max(size, 0)
 
     def _show(self) -> None:

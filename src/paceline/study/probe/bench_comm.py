@@ -25,7 +25,7 @@ from ...record.hooks.collectives import RecordedGroup
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...world.process_group import join_process_group, leave_process_group
-from .measure.collectives import LATENCY, LEAST, MOST, Members, backend_of, prepared
+from .measure.links import LATENCY, LEAST, MOST, Members, backend_of, prepared
 
 JOIN_SECONDS = 300.0
 EACH_SECONDS = 0.4  # approximate time for one size of one backend
@@ -116,9 +116,7 @@ def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str
     for call in calls.values():
         call()
     once = members.share([_mean(call, 1) for call in calls.values()])
-    together = max(sum(once), 1e-7)
-    row = max(1, min(ROW, int(EACH_SECONDS / LEAST / together)))
-    count = min(MOST, max(LEAST, int(EACH_SECONDS * len(calls) / row / together)))
+    row, count = _repetitions(sum(once), len(calls))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(count):
         for name, call in calls.items():
@@ -126,6 +124,13 @@ def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str
             dist.barrier()
             times[name].append(_mean(call, row))
     return {name: members.share(each) for name, each in times.items()}
+
+
+def _repetitions(once_s: float, calls: int) -> tuple[int, int]:
+    """Return the calls whose mean is one repetition, and the repetitions of so many calls."""
+    once_s = max(once_s, 1e-7)
+    row = max(1, min(ROW, int(EACH_SECONDS / LEAST / once_s)))
+    return row, min(MOST, max(LEAST, int(EACH_SECONDS * calls / row / once_s)))
 
 
 def _mean(call: Callable[[], Any], count: int) -> float:
@@ -166,10 +171,9 @@ def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:
         exact, call = prepared_with_mpi(size)
         for _ in range(2):
             call()
-        once = max(world.allreduce(_mean(call, 1)) / count, 1e-7)
-        row = max(1, min(ROW, int(EACH_SECONDS / LEAST / once)))
+        row, repetitions = _repetitions(world.allreduce(_mean(call, 1)) / count, 1)
         times = []
-        for _ in range(min(MOST, max(LEAST, int(EACH_SECONDS / row / once)))):
+        for _ in range(repetitions):
             world.Barrier()
             times.append(world.allreduce(_mean(call, row)) / count)
         figure = Figure.of(times, SECONDS)

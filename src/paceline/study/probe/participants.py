@@ -84,10 +84,10 @@ class Participants:
             store.wait(keys, datetime.timedelta(seconds=REGISTRATION_TIMEOUT_S))
             hosts = group_ranks_by_host([json.loads(store.get(key)) for key in keys])
             store.set("hosts", json.dumps([asdict(host) for host in hosts]))
-        told = self._get("hosts", REGISTRATION_TIMEOUT_S + EXTRA_TIMEOUT_S)
+        known = self._get("hosts", REGISTRATION_TIMEOUT_S + EXTRA_TIMEOUT_S)
         self.hosts = [
-            ProbeHost(**{**one, "ranks": tuple(one["ranks"]), "cpus": tuple(one["cpus"])})
-            for one in told
+            ProbeHost(**{**host, "ranks": tuple(host["ranks"]), "cpus": tuple(host["cpus"])})
+            for host in known
         ]
         self.host = next(host for host in self.hosts if rank in host.ranks)
 

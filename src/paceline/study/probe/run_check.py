@@ -5,7 +5,6 @@ import datetime
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,15 +19,14 @@ from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.racks import spread_over_switches
 from ...cluster.topology.topology import topology
 from ...cost.machine.dataclass_tree import to_tree
+from ...launch.linux_processes import exit_on_signal, signals_handled
 from ...record.ring.launcher_messages import notify
 from ...record.ring.recorder import Recorder
 from ...world.process_group import gpu_identifier, join_process_group, select_device
 from .measure import host_facts
-from .measure.arithmetic import arithmetic
-from .measure.collectives import QUICK, SIZES, Members, collectives
+from .measure.device_speed import arithmetic, triad
 from .measure.import_time import import_torch
-from .measure.link_pairs import EVERY_PAIR, pairs
-from .measure.memory_bandwidth import triad
+from .measure.links import EVERY_PAIR, QUICK, SIZES, Members, collectives, pairs
 from .measure.storage import storage
 from .participants import MeasurementResults, Participants, ProbeHost
 
@@ -68,10 +66,8 @@ class Summary:
             text = f"{folder} was measured from {len(machines)} machines at the same time"
             self._note(list(self._hosts), "storage", text)
         if len(hosts) > EVERY_PAIR:
-            text = (
-                f"not all pairs of the {len(hosts)} hosts were measured: neighbours and some others"
-            )
-            self._note(list(self._hosts), "pairs", text)
+            text = f"not all pairs of the {len(hosts)} hosts were measured"
+            self._note(list(self._hosts), "pairs", f"{text}: neighbours and some others")
 
     def facts(self, results: MeasurementResults) -> None:
         for name, (found, more) in results.values.items():
@@ -104,13 +100,11 @@ class Summary:
                 self._hosts[name]["clock_uncertainty_s"] = uncertainty
         self._failed("clocks", results)
 
-    def collectives(self, measure: str, results: MeasurementResults) -> None:
-        self._collectives += [one for found in results.values.values() for one in found]
+    def links(self, measure: str, results: MeasurementResults) -> None:
+        """Add the collectives, or the pairs of hosts, that a step has measured."""
+        found = self._pairs if measure == "links" else self._collectives
+        found += [link for links in results.values.values() for link in links]
         self._failed(measure, results)
-
-    def pairs(self, results: MeasurementResults) -> None:
-        self._pairs += [one for found in results.values.values() for one in found]
-        self._failed("links", results)
 
     def as_json(self, silent: dict[str, str]) -> dict[str, Any]:
         return {
@@ -198,18 +192,14 @@ class Groups:
     """
 
     def __init__(self, participants: Participants, seconds: float, quick: bool) -> None:
-        self.participants, self.seconds, self.sizes = (
-            participants,
-            seconds,
-            QUICK if quick else SIZES,
-        )
+        self.participants, self.seconds = participants, seconds
+        self.sizes = QUICK if quick else SIZES
         self._made: dict[tuple[int, ...], Members] = {}
 
     def in_host(self) -> Any:
         """Measure the collectives in this host; with one rank, only create the group."""
-        return self._collectives(
-            "in host", self.participants.host.ranks, (self.participants.host.name,)
-        )
+        host = self.participants.host
+        return self._collectives("in host", host.ranks, (host.name,))
 
     def between(self) -> Any:
         return self._collectives("between hosts", tuple(self.participants.leaders), self._names())
@@ -219,14 +209,13 @@ class Groups:
         return self._collectives("all", ranks, self._names())
 
     def pairs(self) -> Any:
-        members = self._members(tuple(self.participants.leaders))
-        return to_tree(
-            pairs(self.participants.hosts, self.participants.rank, members.group, members.device)
-        )
+        ranks = self.participants
+        members = self._members(tuple(ranks.leaders))
+        return to_tree(pairs(ranks.hosts, ranks.rank, members.group, members.device))
 
     def offsets(self) -> Any:
-        members = self._members(tuple(self.participants.leaders))
-        return offsets(self.participants.hosts, self.participants.rank, members.group)
+        ranks = self.participants
+        return offsets(ranks.hosts, ranks.rank, self._members(tuple(ranks.leaders)).group)
 
     def _names(self) -> tuple[str, ...]:
         return tuple(host.name for host in self.participants.hosts)
@@ -339,56 +328,55 @@ class Measures:
 
         def folders() -> Any:
             assert self.folder is not None
-            with _ended_gently():
+            # Only here: while a rank waits for others in C++ code, Python handles signals too late.
+            with signals_handled(exit_on_signal, (signal.SIGTERM,)):
                 return [to_tree(storage(self.folder, 1.5 * scale))]
 
-        self._say("facts")
-        self.summary.facts(
-            participants.measure("facts", own_facts, PATIENCE, one_host_at_a_time=False)
-        )
-        self._say("import torch")
-        self.summary.imports(participants.measure("import torch", imports, 3 * PATIENCE))
-        self._say("arithmetic")
+        def measured(what: str, measurement: Any, wait_s: float) -> MeasurementResults:
+            self._say(what if what != "storage" else f"storage of {self.folder}")
+            at_a_time = what != "facts"
+            return participants.measure(what, measurement, wait_s, one_host_at_a_time=at_a_time)
+
+        self.summary.facts(measured("facts", own_facts, PATIENCE))
+        self.summary.imports(measured("import torch", imports, 3 * PATIENCE))
         patience = PATIENCE + 20 * scale
-        self.summary.part("arithmetic", participants.measure("arithmetic", computing, patience))
-        self._say("memory")
-        self.summary.part("memory", participants.measure("memory", memory, patience))
-        if self.folder is not None:
-            self._say(f"storage of {self.folder}")
-            self.summary.part("storage", participants.measure("storage", folders, patience))
+        parts = {"arithmetic": computing, "memory": memory, "storage": folders}
+        for part, measurement in parts.items():
+            if part != "storage" or self.folder is not None:
+                self.summary.part(part, measured(part, measurement, patience))
 
     def of_links(self) -> None:
         """Run the measurements between ranks: in each host, between hosts, and of all ranks."""
         participants, groups = self.participants, self.groups
         patience = PATIENCE + 60 * self.scale
-        everyone = [rank for host in participants.hosts for rank in host.ranks]
-        if len(participants.hosts) < len(everyone):
-            self._say("collectives in each host")
-            said = participants.measure("collectives in host", groups.in_host, patience, everyone)
-            self.summary.collectives("collectives in host", said)
-        everyone = [rank for host in participants.hosts for rank in host.ranks]
-        if 1 < len(participants.hosts) < len(everyone):
-            self._say("collectives of all ranks")
-            said = participants.measure(
-                "collectives of all", groups.all_ranks, patience, everyone, one_host_at_a_time=False
+
+        def measured(
+            what: str, words: str, measurement: Any, wait_s: float = patience, by_all: bool = False
+        ) -> MeasurementResults:
+            self._say(words)
+            ranks = [rank for host in participants.hosts for rank in host.ranks]
+            in_turn = what == "collectives in host"
+            return participants.measure(
+                what, measurement, wait_s, ranks if by_all else None, one_host_at_a_time=in_turn
             )
-            self.summary.collectives("collectives of all", said)
+
+        def has_several_ranks() -> bool:
+            return any(len(host.ranks) > 1 for host in participants.hosts)
+
+        if has_several_ranks():
+            what = "collectives in host"
+            found = measured(what, "collectives in each host", groups.in_host, by_all=True)
+            self.summary.links(what, found)
+        if len(participants.hosts) > 1 and has_several_ranks():
+            what = "collectives of all"
+            found = measured(what, "collectives of all ranks", groups.all_ranks, by_all=True)
+            self.summary.links(what, found)
         if len(participants.hosts) > 1:
-            self._say("clocks")
-            said = participants.measure(
-                "clocks", groups.offsets, patience, one_host_at_a_time=False
-            )
-            self.summary.offsets(said)
-            self._say("links between hosts")
-            said = participants.measure(
-                "links", groups.pairs, 2 * patience, one_host_at_a_time=False
-            )
-            self.summary.pairs(said)
-            self._say("collectives between hosts")
-            said = participants.measure(
-                "collectives between hosts", groups.between, patience, one_host_at_a_time=False
-            )
-            self.summary.collectives("collectives between hosts", said)
+            self.summary.offsets(measured("clocks", "clocks", groups.offsets))
+            found = measured("links", "links between hosts", groups.pairs, 2 * patience)
+            self.summary.links("links", found)
+            what = "collectives between hosts"
+            self.summary.links(what, measured(what, what, groups.between))
 
     def _say(self, what: str) -> None:
         if self.participants.rank == 0:
@@ -404,17 +392,3 @@ def _on(cpus: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-@contextlib.contextmanager
-def _ended_gently() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that temporary files are removed.
-
-    Only used around storage measurements: while a rank waits for others in C++ code, a Python
-    signal handler would run too late.
-    """
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,15 +37,27 @@ from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.states import State
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ..trials import InterruptedTrialError, NoResultError, ScriptRequest, Trial, Trials, TrialSpec
-from .plan import FIRST_STEPS, SEED, USED_SHARE, filled_in, uses_template
-from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
+from ..study_folder import (
+    SCRATCH_FOLDER,
+    create_folder,
+    locked_sizes,
+    new_run_folder,
+    remove_run,
+    remove_scratch,
+)
+from ..trials import NoResultError, ScriptRequest, Trial, Trials, TrialSpec
+from .plan import (
+    DEFAULT_MINUTES,
+    FIRST_STEPS,
+    SEED,
+    USED_SHARE,
+    filled_in,
+    run_limit_s,
+    uses_template,
+)
 from .run_setup import NO_BATCH_HINT, NO_SAMPLES, is_near
-from .study_lock import locked_study
 
-DEFAULT_MINUTES = 10.0
 MOST_STEPS = 2000  # of the base
-RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0  # of the expected time of a run
 
 
 # One run from the checkpoint with a multiple of the batch.
@@ -115,16 +127,12 @@ class BranchRunner:
             InterruptedTrialError: The user interrupted it.
             OSError: The folder can't be written.
         """
-        name = Setup(self.request.ranks, branch.batch or 1)
-        path, _ = new_run_folder(self.folder, name, f"x{branch.multiple}-")
+        setup = Setup(self.request.ranks, branch.batch or 1)
+        path, _ = new_run_folder(self.folder, setup, f"x{branch.multiple}-")
         try:
-            trial = self.trials.run_trial(self._spec(branch, path))
-            remove_scratch(path)
-            return self._outcome(branch, trial)
-        except InterruptedTrialError:
-            remove_scratch(path)
-            raise
+            return self._outcome(branch, self.trials.run_trial(self._spec(branch, path)))
         finally:
+            remove_scratch(path)
             remove_run(path)
 
     def _spec(self, branch: Branch, path: Path) -> TrialSpec:
@@ -177,11 +185,7 @@ class BranchRunner:
         samples, losses = self._losses(branch, trial, figures, first)
         if why := self._wrong_batch(branch, record, figures):
             raise NoResultError(why)
-        noise = [(small, big, one, whole) for small, big, one, whole in _noise_rows(record)]
-        run = BranchRun(
-            *(run.multiple, run.seed, run.parts, samples, losses, noise),
-            took_s=run.took_s,
-        )
+        run = replace(run, samples=samples, losses=losses, noise=_noise_rows(record))
         return BranchOutcome(run, figures, first, optimizers)
 
     def _losses(
@@ -241,12 +245,7 @@ class BranchRunner:
 
 def _failed(run: BranchRun, short: str, text: str = "", early: bool = False) -> BranchOutcome:
     diverged = any(word in (text or short).lower() for word in NOT_FINITE)
-    failed = BranchRun(
-        *(run.multiple, run.seed, run.parts),
-        failure=short,
-        diverged=diverged,
-        took_s=run.took_s,
-    )
+    failed = replace(run, failure=short, diverged=diverged)
     return BranchOutcome(failed, text=text or short, is_ended_early=early)
 
 
@@ -257,17 +256,17 @@ def _first_step(record: Run) -> int | None:
 
 
 def _optimizers(record: Run) -> tuple[UsedOptimizer, ...]:
-    told = [one.meta.get("knobs", {}).get(RATE_KNOB, {}).get("how", "") for one in record.records]
-    return tuple(used_optimizers(max(told, key=len, default="")))
+    knobs = [rank.meta.get("knobs", {}) for rank in record.records]
+    texts = [of_rank.get(RATE_KNOB, {}).get("how", "") for of_rank in knobs]
+    return tuple(used_optimizers(max(texts, key=len, default="")))
 
 
-def _noise_rows(record: Run) -> list[list[float]]:
+def _noise_rows(record: Run) -> list[tuple[float, float, float, float]]:
     measured = analyse_with_window(record).measured
     if measured is None:
         return []
     shards = find_data_axis(record.records, measured.within).shards
-    rows: list[list[float]] = recorded_steps(record.records, shards).tolist()
-    return rows
+    return [tuple(row) for row in recorded_steps(record.records, shards).tolist()]
 
 
 def new_critical(folder: Path, request: CriticalRequest) -> None:
@@ -288,11 +287,7 @@ def new_critical(folder: Path, request: CriticalRequest) -> None:
             f"--steps {request.steps}: a run with {request.multiples[-1]} times the batch would "
             f"have too few steps to compare. HINT: --steps {least}, or smaller --multiples"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        is_study = (folder / FILE).exists()
-        hint = f"paceline scale --continue {folder}" if is_study else "name a new folder"
-        raise ValueError(f"--output {folder} exists and is not empty. HINT: {hint}")
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder, FILE)
     write_critical(folder, StoredCritical.new(request))
 
 
@@ -334,7 +329,7 @@ def run_critical(folder: Path, say: Callable[[str], None], minutes: float | None
         OSError: The folder can't be written.
     """
     folder = folder.absolute()
-    with locked_study(folder, say):
+    with locked_sizes(folder, say):
         stored = read_critical(folder)
         request = stored.request
         for left in (folder / RUNS_FOLDER).glob("x*-n*"):  # of a process that was killed
@@ -373,10 +368,9 @@ class _Measurement:
         interrupted = False
         try:
             point = self.stored.point or self._first_run()
-            for seed in range(self.request.seeds):
-                for multiple in self.request.multiples:
-                    if self._is_missing(multiple, seed) and not self._run(point, multiple, seed):
-                        return CriticalEnd(self.stored)
+            for multiple, seed in self._missing():
+                if not self._run(point, multiple, seed):
+                    break
         except KeyboardInterrupt:
             interrupted = True
         return CriticalEnd(self.stored, interrupted)
@@ -385,10 +379,13 @@ class _Measurement:
         self.stored = stored
         write_critical(self.folder, stored)
 
-    def _is_missing(self, multiple: int, seed: int) -> bool:
-        """Return whether a run is to be made; a multiple that failed is not tried again."""
-        runs = self.stored.of(multiple)
-        return not any(run.seed == seed or (run.failure and not run.diverged) for run in runs)
+    def _missing(self) -> Iterator[tuple[int, int]]:
+        """Yield multiple and seed of each run to make; a multiple that failed is left out."""
+        for seed in range(self.request.seeds):
+            for multiple in self.request.multiples:
+                runs = self.stored.of(multiple)
+                if not any(run.seed == seed or (run.failure and not run.diverged) for run in runs):
+                    yield multiple, seed
 
     # The first run
 
@@ -408,7 +405,9 @@ class _Measurement:
         figures = outcome.figures
         if figures is None:
             raise ValueError(f"the measurement can't begin: {outcome.text}")
-        if not outcome.first_step and not any(one.is_restored for one in outcome.optimizers):
+        if not outcome.first_step and not any(
+            optimizer.is_restored for optimizer in outcome.optimizers
+        ):
             raise ValueError(
                 "the script does not resume: its first step is step 1, and it loads no saved state "
                 "into an optimizer. HINT: train it until it has saved a checkpoint "
@@ -420,7 +419,7 @@ class _Measurement:
             outcome.first_step,
             round(figures.usual_samples),
             figures.batches_per_step,
-            [one.kind for one in outcome.optimizers],
+            [optimizer.kind for optimizer in outcome.optimizers],
             self._rule(outcome),
             self._steps(start_s, step_s),
             start_s,
@@ -439,10 +438,12 @@ class _Measurement:
         """Return the rule for the learning rate: as asked, or as the optimizers need."""
         if self.request.rule:
             return self.request.rule
-        rules = {SQUARE_ROOT if one.is_adaptive else LINEAR for one in outcome.optimizers}
+        rules = {
+            SQUARE_ROOT if optimizer.is_adaptive else LINEAR for optimizer in outcome.optimizers
+        }
         if len(rules) == 1:
             return rules.pop()
-        kinds = ", ".join(one.kind for one in outcome.optimizers) or "none was seen"
+        kinds = ", ".join(optimizer.kind for optimizer in outcome.optimizers) or "none was seen"
         raise ValueError(
             f"the optimizers need different rules for the learning rate, or are not known ({kinds})"
             ". HINT: --rule linear, or --rule sqrt"
@@ -476,7 +477,8 @@ class _Measurement:
                 f"{minutes:g} min. HINT: --minutes {minutes + 0.5:g}, or smaller --multiples or "
                 "--seeds"
             )
-        return min(steps, MOST_STEPS) // math.lcm(*request.multiples) * math.lcm(*request.multiples)
+        common = math.lcm(*request.multiples)
+        return min(steps, MOST_STEPS) // common * common
 
     # The other runs
 
@@ -518,7 +520,7 @@ class _Measurement:
             point.steps // multiple,
             point.batches,
             parts,
-            max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s),
+            run_limit_s(expected_s),
         )
 
     def _expected_s(self, point: BranchPoint) -> float:
@@ -530,15 +532,9 @@ class _Measurement:
         result = f"failed: {run.failure}"
         if run.losses and self.stored.point is not None:
             result = f"loss {end_loss(run, self.stored.point.window):.4g}"
-        missing = [
-            (multiple, seed)
-            for seed in range(self.request.seeds)
-            for multiple in self.request.multiples
-            if self._is_missing(multiple, seed)
-        ]
-        left_s = len(missing) * run.took_s
+        missing = len(list(self._missing()))
         self.say(
             f"run {len(self.stored.runs)} of {wanted}: {run.multiple} times the batch, seed "
             f"{run.seed}: {result} ({run.took_s:.0f} s)"
-            + (f", about {left_s:.0f} s left" if missing else "")
+            + (f", about {missing * run.took_s:.0f} s left" if missing else "")
         )

@@ -26,14 +26,13 @@ from ...launch.submit.submit import (
     submit_script,
 )
 from ...plurals import counted
-from ...security.files import InvalidFileError, open_regular
+from ...security.files import InvalidFileError
 from ...security.folders import replace_file
 from ...security.schema import Count, Size, read_json
 from ...security.text import printable
 from ..script_runs.run_process import last_lines
-from .plan import setups_of
-from .run_study import DEFAULT_MINUTES
-from .study_lock import locked_study
+from ..study_folder import locked_sizes
+from .plan import DEFAULT_MINUTES, setups_of
 
 FORMAT, VERSION = "paceline-scaling-jobs", 1
 JOBS_FILE, OUTPUT_FOLDER = "jobs.json", "jobs"
@@ -135,7 +134,7 @@ def cost_lines(stored: StoredStudy, jobs: Sequence[SizeJob], runs: Sequence[Stud
     lines = []
     for job in jobs:
         setups = [one for one in setups_of(stored.points) if one.ranks == job.ranks]
-        batches = ", ".join(str(one.global_batch) for one in setups)
+        batches = ", ".join(str(setup.global_batch) for setup in setups)
         known = [run.took_s for run in runs if run.setup.ranks == job.ranks]
         usual = f"; runs took {max(known):.0f} s each" if known else ""
         lines.append(
@@ -246,7 +245,7 @@ def begin_jobs(folder: Path, options: JobOptions, say: Callable[[str], None]) ->
         OSError: The folder can't be written.
     """
     folder, stored = folder.absolute(), read_stored(folder)
-    with locked_study(folder, say):
+    with locked_sizes(folder, say):
         jobs = StoredJobs(FORMAT, VERSION, options)
         _write(folder, jobs)
         return _submit(folder, stored, jobs, sorted(stored.request.sizes), [], say)
@@ -273,7 +272,7 @@ def continue_jobs(
         ValueError: A job's state is not known, or as for ``begin_jobs``.
     """
     read_stored(folder)  # before the lock: it may be no study
-    with locked_study(folder, say):
+    with locked_sizes(folder, say):
         if minutes is not None:
             stored = read_stored(folder)
             write_study(folder, replace(stored, request=replace(stored.request, minutes=minutes)))
@@ -313,8 +312,6 @@ def _ended_early(folder: Path, job: SizeJob) -> str:
     """Return what is known of a job that ended before its size had enough runs."""
     text = f"{counted(job.ranks, 'rank')}: job {job.number} ended before the size was measured"
     try:
-        with open(open_regular(folder / job.output), "rb"):
-            pass
         words = "".join(f"\n    {line}" for line in last_lines(folder / job.output))
     except OSError:
         words = ""

@@ -38,7 +38,7 @@ class Place:
     @property
     def capacity(self) -> int | None:
         """Number of ranks of the largest size; None if it is not known."""
-        known = [one for one in self.slots if one is not None]
+        known = [slot for slot in self.slots if slot is not None]
         return sum(known) if len(known) == len(self.slots) else None
 
     def cores_of_rank(self, ranks_per_host: int) -> int | None:
@@ -77,7 +77,9 @@ def side_by_side(setups: Sequence[Setup], place: Place) -> list[list[Setup]]:
     """Return groups of setups that can run at the same time, each on hosts of its own."""
     groups: list[list[Setup]] = []
     for setup in setups:
-        taken = sum(place.hosts_of(one.ranks) for one in groups[-1]) if groups else len(place.slots)
+        taken = (
+            sum(place.hosts_of(other.ranks) for other in groups[-1]) if groups else len(place.slots)
+        )
         if place.names and taken + place.hosts_of(setup.ranks) <= len(place.slots):
             groups[-1].append(setup)
         else:

@@ -21,6 +21,15 @@ LEAST_STEPS, MOST_STEPS = 20, 400  # measured steps of a run, unless --steps say
 WARM_UP_SHARE = 0.25  # of the measured steps: further steps, for the warm-up that is dropped
 LEAST_WARM_UP = 5
 USED_SHARE = 0.8  # of the time: for runs that take longer than expected
+DEFAULT_MINUTES = 10.0
+# A run may take this factor of the time that is expected, and at least this time, before it counts
+# as failed.
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
+
+
+def run_limit_s(expected_s: float) -> float:
+    """Return the time after which a run counts as failed."""
+    return max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def new_setup(request: StudyRequest, ranks: int, global_batch: int) -> Setup:
 def setups_of(points: Sequence[PlannedPoint]) -> list[Setup]:
     """Return the setups of points, each once, by ranks."""
     return sorted(
-        dict.fromkeys(one.setup for one in points), key=lambda s: (s.ranks, s.global_batch)
+        dict.fromkeys(point.setup for point in points), key=lambda s: (s.ranks, s.global_batch)
     )
 
 
@@ -131,6 +140,6 @@ def choose_steps(request: StudyRequest, runs: Sequence[Cost], left_s: float) -> 
     """
     if request.steps is not None:
         return request.steps
-    steps_s = USED_SHARE * left_s - sum(one.start_s for one in runs)
-    each_s = (1 + WARM_UP_SHARE) * sum(one.step_s for one in runs)
+    steps_s = USED_SHARE * left_s - sum(run.start_s for run in runs)
+    each_s = (1 + WARM_UP_SHARE) * sum(run.step_s for run in runs)
     return min(max(int(steps_s / max(each_s, 1e-9)), LEAST_STEPS), MOST_STEPS)

@@ -41,11 +41,11 @@ from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.recorder import clock_id
 from ...record.ring.states import State
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
+from ..study_folder import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
 from ..trials import InterruptedTrialError, NoResultError, Trial, Trials, TrialSpec
 from .daemon_processes import DaemonProcesses
 from .places import Place
 from .plan import SEED, filled_in, uses_template
-from .run_folders import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
 NO_BATCH_HINT = (
@@ -264,10 +264,10 @@ def measured_energy(
 def _cores(figures: RunFigures) -> Sequence[int] | None:
     """Return the cores of all ranks; None if they are unknown."""
     found: set[int] = set()
-    for one in figures.placement:
-        if one.cores is None:
+    for rank in figures.placement:
+        if rank.cores is None:
             return None
-        found.update(parse_ranges(one.cores))
+        found.update(parse_ranges(rank.cores))
     return sorted(found) or None
 
 
@@ -416,13 +416,18 @@ class SetupRunner:
         self, one: "_Begun", trial: Trial, machine: MachineState, meter: EnergyMeter
     ) -> SetupResult:
         """Return the result of a trial that ended."""
-        plan, hosts = one.plan, self.place.hosts_of(one.setup.ranks)
-        name = f"{RUNS_FOLDER}/{one.path.name}"
-        run = StudyRun(name, one.setup, one.repeat, hosts=hosts)
-        run = replace(run, took_s=trial.took_s, started=trial.started)
+        setup = one.setup
+        run = StudyRun(
+            f"{RUNS_FOLDER}/{one.path.name}",
+            setup,
+            one.repeat,
+            hosts=self.place.hosts_of(setup.ranks),
+            took_s=trial.took_s,
+            started=trial.started,
+        )
         try:
-            who = counted(run.setup.ranks, "rank")
-            record = trial.finished_record(who, may_end_early=not plan.steps)
+            who = counted(setup.ranks, "rank")
+            record = trial.finished_record(who, may_end_early=not one.plan.steps)
             return SetupResult(self._measured(one, run, trial, record, machine, meter))
         except NoResultError as failure:
             return SetupResult(replace(run, failure=str(failure)), text=failure.text)
@@ -441,7 +446,8 @@ class SetupRunner:
         """Return the run with its figures. Raises ValueError if they cannot be used."""
         plan = one.plan
         figures = figures_of_run(record)
-        end = None if plan.steps else self._end(trial, record, run.setup)
+        folder = one.path / RECORD_FOLDER
+        end = None if plan.steps else target_result(self.request, folder, record, run.setup)
         has_seed = end is not None or any(SEED in word for word in self.request.args)
         seed = run.repeat if has_seed else None
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
@@ -454,11 +460,6 @@ class SetupRunner:
         if why:
             raise NoResultError(why)
         return replace(run, figures=figures, batch_how=how, batch_parts=parts)
-
-    def _end(self, trial: Trial, record: Run, setup: Setup) -> TargetResult | None:
-        """Return how a run to the target ended."""
-        assert trial.spec.record is not None, "every run of a study is recorded"
-        return target_result(self.request, trial.spec.record, record, setup)
 
     def _parts(self, setup: Setup, plan: RunPlan, figures: RunFigures) -> int:
         """Return the parts of the global batch that a run has shown."""
@@ -479,25 +480,21 @@ class SetupRunner:
             return "", ""
         how = TEMPLATE
         if not uses_template(self.request.args):
-            told, why = recorded_batch(record)
+            recorded, why = recorded_batch(record)
             if why:
                 return "", f"the batch can't be set: {why}. {NO_BATCH_HINT}"
-            how = SHARD if told == SHARD else KNOB
+            how = SHARD if recorded == SHARD else KNOB
         # A run that shows the parts was given the whole batch as each of them.
         wanted, found = setup.global_batch * parts // self.parts, figures.usual_samples
-        if not is_near(found, wanted):
-            given = how == TEMPLATE
-            hint = (
-                "HINT: create the training DataLoader with this argument"
-                if given
-                else NO_BATCH_HINT
-            )
-            return "", (
-                f"the script trains {found:g} samples a step on {counted(setup.ranks, 'rank')} "
-                f"instead of {wanted}: it does not use the batch that it was given "
-                f"({how}). {hint}"
-            )
-        return how, ""
+        if is_near(found, wanted):
+            return how, ""
+        hint = NO_BATCH_HINT
+        if how == TEMPLATE:
+            hint = "HINT: create the training DataLoader with this argument"
+        return "", (
+            f"the script trains {found:g} samples a step on {counted(setup.ranks, 'rank')} instead "
+            f"of {wanted}: it does not use the batch that it was given ({how}). {hint}"
+        )
 
 
 def _other_layout(setup: Setup, figures: RunFigures) -> str:

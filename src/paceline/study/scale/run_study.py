@@ -43,27 +43,24 @@ from ...analyze.scaling.study_model import (
     StudyRun,
 )
 from ...plurals import counted
+from ..study_folder import create_folder, locked_sizes, remove_unfinished
 from ..trials import ScriptRequest, Trials, rounds
 from .daemon_processes import marked_processes
 from .places import Place, check_side_by_side, check_sizes, place_of, side_by_side
 from .plan import (
+    DEFAULT_MINUTES,
     FIRST_STEPS,
     Cost,
     choose_steps,
     new_setup,
     plan_points,
+    run_limit_s,
     setups_of,
     total_steps,
     uses_template,
 )
-from .run_folders import remove_unfinished
 from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
-from .study_lock import locked_study
 
-# A run may take this factor of the time that is expected, and at least this time, before it counts
-# as failed.
-RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
-DEFAULT_MINUTES = 10.0
 LEAST_TARGET_S = 15.0  # below, no run to a target begins
 TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
 
@@ -81,7 +78,7 @@ def predict_setup(folder: Path, setup: Setup) -> list[Prediction]:
         ValueError: The study can't be read.
     """
     study = read_study(folder)
-    kinds = {one.kind for one in study.points if one.setup == setup}
+    kinds = {point.kind for point in study.points if point.setup == setup}
     found = [
         one
         for kind in sorted(kinds)
@@ -105,7 +102,10 @@ def _measured(study: ScalingStudy, kind: str, below: int) -> int:
 
 def _store(folder: Path, study: ScalingStudy, found: list[Prediction]) -> list[Prediction]:
     """Store the predictions that no earlier one from the same sizes replaces."""
-    known = {(one.kind, one.ranks, one.model, tuple(one.sizes)) for one in study.predictions}
+    known = {
+        (prediction.kind, prediction.ranks, prediction.model, tuple(prediction.sizes))
+        for prediction in study.predictions
+    }
     new = [one for one in found if (one.kind, one.ranks, one.model, tuple(one.sizes)) not in known]
     if new:
         store_predictions(folder, new)
@@ -132,12 +132,7 @@ def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
     study = plan_study(request)
     if request.ranks_per_host is None:  # not in jobs
         _check_place(request, place_of(request.where), request.sizes)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        is_study = (folder / STUDY_FILE).exists()
-        what = "has a study already" if is_study else "exists and is not empty"
-        hint = f"paceline scale --continue {folder}" if is_study else "name a new folder"
-        raise ValueError(f"--output {folder} {what}. HINT: {hint}")
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder, STUDY_FILE)
     (folder / RUNS_FOLDER).mkdir(exist_ok=True)
     write_study(folder, study)
     return study
@@ -178,7 +173,7 @@ def run_study(
     """
     request = read_stored(folder).request
     place = place_of(request.where)
-    _check_place(request, place, [one for one in request.sizes if only is None or one in only])
+    _check_place(request, place, [size for size in request.sizes if only is None or size in only])
     options = _with_equal_cores(request, place)
     asked = ScriptRequest(
         request.script,
@@ -188,7 +183,7 @@ def run_study(
     )
     folder = folder.absolute()
     with (
-        locked_study(folder, listener.message, only),
+        locked_sizes(folder, listener.message, only),
         marked_processes(),
         contextlib.chdir(request.cwd),
         Trials(asked, listener.message, "paceline-scale-", folder) as trials,
@@ -331,11 +326,11 @@ class _StudyRun:
 
     def _leave_out_weak(self, cost: Cost) -> None:
         """Leave out weak scaling if the user did not ask for it and the time is too short."""
-        kinds = {one.kind for one in self.stored.points}
+        kinds = {point.kind for point in self.stored.points}
         wanted = self.request.weak_if_time and not self.request.until
         if not wanted or kinds != {STRONG, WEAK} or self.only is not None:
             return
-        strong = [one for one in self.stored.points if one.kind == STRONG]
+        strong = [point for point in self.stored.points if point.kind == STRONG]
         each_s = cost.run_s(total_steps(self.stored.steps))
         both_s = each_s * len(self._setups()) * MIN_REPEATS
         if both_s <= self.deadline.left_s:
@@ -359,7 +354,7 @@ class _StudyRun:
 
     def _setups(self) -> list[Setup]:
         setups = setups_of(self.stored.points)
-        return [one for one in setups if self.only is None or one.ranks in self.only]
+        return [setup for setup in setups if self.only is None or setup.ranks in self.only]
 
     def _unfinished(self) -> list[Setup]:
         """Return the setups that need more runs, by ranks."""
@@ -384,7 +379,7 @@ class _StudyRun:
     def _groups(self, setups: list[Setup]) -> list[list[Setup]]:
         """Return the setups that run at the same time: one, unless the user asked for more."""
         if not self.request.side_by_side:
-            return [[one] for one in setups]
+            return [[setup] for setup in setups]
         return side_by_side(setups, self.runner.place)
 
     def _use_fewer_steps(self) -> None:
@@ -403,11 +398,11 @@ class _StudyRun:
 
     def _run_group(self, setups: list[Setup]) -> None:
         self._use_fewer_steps()
-        expected_s = {one: self._expected_s(one) for one in setups}
+        expected_s = {setup: self._expected_s(setup) for setup in setups}
         least_s = LEAST_TARGET_S * bool(self.request.until)
-        late = {one for one in setups if max(expected_s[one], least_s) > self.deadline.left_s}
+        late = {setup for setup in setups if max(expected_s[setup], least_s) > self.deadline.left_s}
         self.no_time |= late
-        setups = [one for one in setups if one not in late]
+        setups = [setup for setup in setups if setup not in late]
         if not setups:
             return
         for setup in setups:
@@ -415,7 +410,7 @@ class _StudyRun:
             if not repeat and self.only is None:
                 predict_setup(self.folder, setup)
             self.listener.run_started(setup, repeat, expected_s[setup], self._progress())
-        plan = self._plan(max(expected_s[one] for one in setups))
+        plan = self._plan(max(expected_s[setup] for setup in setups))
         for result in self.runner.run(setups, plan):
             self.runs.append(result.run)
             self.runs_done += 1
@@ -428,8 +423,7 @@ class _StudyRun:
             runs_left = sum(self._runs_left(setup) for setup in self._unfinished())
             limit_s = TARGET_TIME_FACTOR * self.deadline.left_s / max(runs_left, 1)
             return RunPlan(0, limit_s=max(limit_s, LEAST_TARGET_S))
-        limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
-        return RunPlan(total_steps(self.stored.steps), limit_s=limit_s)
+        return RunPlan(total_steps(self.stored.steps), limit_s=run_limit_s(expected_s))
 
     def _runs_left(self, setup: Setup) -> int:
         done = sum(run.setup == setup for run in self.runs)

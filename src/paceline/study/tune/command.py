@@ -13,11 +13,8 @@ from .parameters import Parameter, Value, nearest
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 # Placeholders that Paceline fills in.
-CHECKPOINT, FOLDER, TRIAL, SEED, RANKS, EPOCHS = (
-    *("checkpoint", "folder", "trial"),
-    *("seed", "ranks", "epochs"),
-)
-OWN = (CHECKPOINT, FOLDER, TRIAL, SEED, RANKS, EPOCHS)
+OWN = ("checkpoint", "folder", "trial", "seed", "ranks", "epochs")
+CHECKPOINT, FOLDER, TRIAL, SEED, RANKS, EPOCHS = OWN
 FUNCTION_MODULE = "paceline.study.tune.call_function"
 
 
@@ -88,7 +85,7 @@ def check_command(
     if function is not None:
         return _check_function(function, parameters)
     assert command is not None
-    names = [one.name for one in parameters if not one.knob]
+    names = [parameter.name for parameter in parameters if not parameter.knob]
     if taken := sorted(set(names) & set(OWN)):
         raise ValueError(
             f"parameters.{taken[0]}: {{{taken[0]}}} is filled in by Paceline. HINT: another name"
@@ -112,7 +109,9 @@ def check_command(
             )
     if EPOCHS in found and not has_epochs:
         raise ValueError("study.command has {epochs}. HINT: add epochs = N to the table [study]")
-    optional = frozenset(one.name for one in parameters if one.when and not one.knob)
+    optional = frozenset(
+        parameter.name for parameter in parameters if parameter.when and not parameter.knob
+    )
     outside = set(PLACEHOLDER.findall(OPTIONAL.sub("", command)))
     for name in sorted(optional & outside):
         raise ValueError(
@@ -150,5 +149,5 @@ def _check_function(function: str, parameters: Sequence[Parameter]) -> Command:
     for one in parameters:
         if not one.name.isidentifier():
             raise ValueError(f"parameters.{one.name}: arguments of a function are identifiers")
-    optional = frozenset(one.name for one in parameters if one.when)
+    optional = frozenset(parameter.name for parameter in parameters if parameter.when)
     return Command("", function, optional)

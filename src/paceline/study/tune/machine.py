@@ -52,11 +52,11 @@ class Machine:
         self, nodes: list[Node], launcher: str | None, why: str, cores_per_rank: int | None = None
     ) -> None:
         self.nodes, self.launcher, self.why = nodes, launcher, why
-        gpus = min(one.gpus for one in nodes)
-        least = min(one.cores for one in nodes)
+        gpus = min(node.gpus for node in nodes)
+        least = min(node.cores for node in nodes)
         self.uses_gpus = gpus > 0
         self.cores_per_rank = cores_per_rank or (max(least // gpus, 1) if gpus else 1)
-        self._free = [set(range(self.slots(one))) for one in nodes]
+        self._free = [set(range(self.slots(node))) for node in nodes]
         self._lost: set[int] = set()
 
     def slots(self, node: Node) -> int:
@@ -91,7 +91,7 @@ class Machine:
     def check(self, ranks: int) -> None:
         """Raise ValueError if a trial of so many ranks does not fit."""
         if ranks > self.capacity:
-            cores = sum(one.cores for one in self.nodes)
+            cores = sum(node.cores for node in self.nodes)
             each = f" of {counted(self.cores_per_rank, 'core')} each" * (self.cores_per_rank > 1)
             gpus = ", one for each GPU" if self.uses_gpus else ""
             raise ValueError(

@@ -6,17 +6,17 @@ the same journal, ``NAME-2``, with a folder of its own.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...plurals import counted
-from ...security.run_lock import RunLock
+from ..study_folder import locked_study
 from .journal import open_journal
 from .parameters import is_active
-from .searches.population import POPULATION
+from .searches.checkpointed import POPULATION
 from .searches.search import KNOWN
 from .study_file import MAX, StudySpec, changes
 from .trial_folder import TrialFolder
@@ -57,18 +57,11 @@ def folder_of(spec: StudySpec, name: str) -> Path:
     return spec.path.absolute().with_name(f"{name}.trials")
 
 
-@contextmanager
-def locked(spec: StudySpec, say: Callable[[str], None]) -> Iterator[None]:
+def locked(spec: StudySpec, say: Callable[[str], None]) -> AbstractContextManager[None]:
     """Be the only runner of a study. Raises ValueError that names the other one."""
     folder = folder_of(spec, spec.name)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(folder, "study")
-    lock.acquire(say)
-    try:
-        lock.keep(say)
-        yield
-    finally:
-        lock.release()
+    return locked_study(folder, say)
 
 
 def read_study(spec: StudySpec) -> OpenStudy:
@@ -79,25 +72,22 @@ def read_study(spec: StudySpec) -> OpenStudy:
             f"{spec.path} has no study yet: there is no {journal.name}. HINT: paceline tune "
             f"{spec.path}"
         )
-    storage = open_journal(journal, writes=False)
-    name = _last_name(spec, storage)
-    if name is None:
+    _, opened = _last_study(spec, writes=False)
+    if opened is None:
         raise ValueError(f"{journal} has no study {spec.name}")
-    return _opened(spec, storage, name)
+    return opened
 
 
 def begin_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
     """Begin a study; the caller holds the lock. Raises ValueError if there is one."""
-    storage = open_journal(journal_of(spec), writes=True)
-    name = _last_name(spec, storage)
-    if name is None:
+    storage, opened = _last_study(spec)
+    if opened is None:
         return _create(spec, storage, spec.name)
-    opened = _opened(spec, storage, name)
-    if not opened.study.get_trials(deepcopy=False):  # it was killed before its first trial
+    count = len(opened.study.get_trials(deepcopy=False))
+    if not count:  # it was killed before its first trial
         return continue_study(spec, say)
     raise ValueError(
-        f"{spec.path} has a study already, with "
-        f"{counted(len(opened.study.get_trials(deepcopy=False)), 'trial')} in "
+        f"{spec.path} has a study already, with {counted(count, 'trial')} in "
         f"{opened.journal.name}. HINT: paceline tune {spec.path} --continue, or --fork"
     )
 
@@ -111,15 +101,13 @@ def continue_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
         ValueError: There is no study, or the file has changed.
     """
     read_study(spec)
-    storage = open_journal(journal_of(spec), writes=True)
-    name = _last_name(spec, storage)
-    assert name is not None
-    opened = _opened(spec, storage, name)
+    storage, opened = _last_study(spec)
+    assert opened is not None
     found = _changes(opened)
     if not found:
         _resume(opened, storage)
         return opened
-    ended = [one for one in opened.study.get_trials(deepcopy=False) if _has_value(one)]
+    ended = [trial for trial in opened.study.get_trials(deepcopy=False) if _has_value(trial)]
     if ended:
         more = f", and {len(found) - MAX_CHANGES_SHOWN} more" * (len(found) > MAX_CHANGES_SHOWN)
         raise ValueError(
@@ -134,10 +122,9 @@ def continue_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
 def fork_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
     """Begin a new study in the same journal, with the trials of the last one that still fit."""
     read_study(spec)
-    storage = open_journal(journal_of(spec), writes=True)
-    last = _last_name(spec, storage)
-    assert last is not None
-    old = _opened(spec, storage, last)
+    storage, old = _last_study(spec)
+    assert old is not None
+    last = old.study.study_name
     number = int(last.removeprefix(spec.name).lstrip("-") or 1) + 1
     while _is_taken(spec, f"{spec.name}-{number}"):
         number += 1
@@ -148,7 +135,7 @@ def fork_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
             "with another command, metric or pruner they can't be compared"
         )
         return opened
-    copied = sum(COPIED in one.user_attrs for one in opened.study.get_trials(deepcopy=False))
+    copied = sum(COPIED in trial.user_attrs for trial in opened.study.get_trials(deepcopy=False))
     say(
         f"the study {opened.study.study_name} begins with {copied} of "
         f"{counted(len(_complete(old.study)), 'complete trial')} of {last}"
@@ -172,7 +159,7 @@ def _changes(opened: OpenStudy) -> list[str]:
 
 
 def _complete(study: "Study") -> "list[FrozenTrial]":
-    return [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+    return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
 
 
 def _same_meaning(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -188,7 +175,7 @@ def _copy(opened: OpenStudy, trial: "FrozenTrial") -> None:
     from optuna.trial import create_trial
 
     spec, values = opened.spec, dict(trial.params)
-    active = [one for one in spec.parameters if is_active(one, values)]
+    active = [parameter for parameter in spec.parameters if is_active(parameter, values)]
     if {one.name for one in active} != set(values):
         return
     if not all(one.accepts(values[one.name]) for one in active):
@@ -208,9 +195,11 @@ def _has_value(trial: "FrozenTrial") -> bool:
     return trial.state.name in ("COMPLETE", "PRUNED") or bool(trial.intermediate_values)
 
 
-def _last_name(spec: StudySpec, storage: "JournalStorage") -> str | None:
-    """Return the name of the newest study of this file in the journal."""
-    return next(iter(_names(spec, storage)), None)
+def _last_study(spec: StudySpec, writes: bool = True) -> "tuple[JournalStorage, OpenStudy | None]":
+    """Open the journal; return it with the newest study of this file, if there is one."""
+    storage = open_journal(journal_of(spec), writes)
+    names = _names(spec, storage)
+    return storage, _opened(spec, storage, names[0]) if names else None
 
 
 def _names(spec: StudySpec, storage: "JournalStorage") -> list[str]:
@@ -235,7 +224,7 @@ def _create(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:
     import optuna
 
     folder = folder_of(spec, name)
-    if folder.is_dir() and any(_TRIAL.fullmatch(one.name) for one in folder.iterdir()):
+    if folder.is_dir() and any(_TRIAL.fullmatch(path.name) for path in folder.iterdir()):
         raise ValueError(
             f"{folder} has trials of a study that is not in {journal_of(spec).name}; new trials "
             f"would continue from their checkpoints. HINT: move it away: mv {folder} "
@@ -264,7 +253,7 @@ def _resume(opened: OpenStudy, storage: "JournalStorage") -> None:
         _copy_missing(opened, _opened(spec, storage, source).study)
     trials = study.get_trials(deepcopy=False)
     for number, point in enumerate(spec.known, 1):
-        if not any(_is_known(one, number, point) for one in trials):
+        if not any(_is_known(trial, number, point) for trial in trials):
             study.enqueue_trial(dict(point), user_attrs={KNOWN: number})
     opened.folder.mkdir(parents=True, exist_ok=True)
 
@@ -273,10 +262,10 @@ def _copy_missing(opened: OpenStudy, source: "Study") -> None:
     """Copy the complete trials that still fit, and were not copied before the runner was killed."""
     if not _same_meaning(source.user_attrs.get(IDENTITY, {}), opened.spec.identity):
         return
-    there = {one.user_attrs.get(COPIED) for one in opened.study.get_trials(deepcopy=False)}
-    for one in _complete(source):
-        if one.number not in there:
-            _copy(opened, one)
+    there = {trial.user_attrs.get(COPIED) for trial in opened.study.get_trials(deepcopy=False)}
+    for trial in _complete(source):
+        if trial.number not in there:
+            _copy(opened, trial)
 
 
 def _is_known(trial: "FrozenTrial", number: int, point: dict[str, Any]) -> bool:

@@ -76,7 +76,7 @@ class Parameter:
     def accepts(self, value: Any) -> bool:
         """Return whether a value is one of this parameter."""
         if self.choices:
-            return any(value == one and type(value) is type(one) for one in self.choices)
+            return any(value == choice and type(value) is type(choice) for choice in self.choices)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if self.is_int and value != int(value):
@@ -171,7 +171,7 @@ def parameter_of(name: str, table: ParameterTable) -> Parameter:
         wrong += ["int"] * table.is_int + ["log"] * table.log
         if wrong:
             raise ValueError(f"{where} has choices and {wrong[0]}. HINT: leave out one of them")
-        if len({(type(one), one) for one in table.choices}) < len(table.choices):
+        if len({(type(choice), choice) for choice in table.choices}) < len(table.choices):
             raise ValueError(f"{where}.choices has a value twice")
         _check_knob(where, table.knob, table.choices)
         return Parameter(name, choices=tuple(table.choices), when=when, knob=table.knob)

@@ -21,26 +21,6 @@ from ..script_runs.deadline import MINUTE_S, Deadline
 from .command import CHECKPOINT, EPOCHS, FOLDER, RANKS, SEED, TRIAL
 from .machine import Machine, Seat
 from .open_study import OpenStudy
-from .outcomes import (
-    DIVERGED,
-    FULL_DISK,
-    LOST_NODE,
-    NO_CHECKPOINT,
-    NO_METRIC,
-    REPEATED,
-    STOPPED_EARLY,
-    TIME_LIMIT,
-    PatternReader,
-    Reported,
-    add_figures,
-    add_old_figures,
-    failure_of,
-    gather,
-    good_attempts,
-    missing_metric,
-    summary_facts,
-    values_of,
-)
 from .searches.search import (
     RUN_FIGURES,
     Decision,
@@ -51,7 +31,28 @@ from .searches.search import (
     Work,
 )
 from .study_view import best_numbers, study_view, trial_row
-from .trial_folder import Attempt, TrialFolder
+from .trial_folder import (
+    DIVERGED,
+    FULL_DISK,
+    LOST_NODE,
+    NO_CHECKPOINT,
+    NO_METRIC,
+    REPEATED,
+    STOPPED_EARLY,
+    TIME_LIMIT,
+    Attempt,
+    PatternReader,
+    Reported,
+    TrialFolder,
+    add_figures,
+    add_old_figures,
+    failure_of,
+    gather,
+    good_attempts,
+    missing_metric,
+    summary_facts,
+    values_of,
+)
 from .trial_server import TrialServer, TrialStart
 
 # Between two looks at the reports of the trials: not more often than a shared file system bears.

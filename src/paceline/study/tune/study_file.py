@@ -145,17 +145,19 @@ class StudySpec:
     def knobs(self, values: Mapping[str, Value]) -> dict[str, Value]:
         """Return the knobs of a point, by their names."""
         return {
-            one.knob: values[one.name] for one in self.parameters if one.knob and one.name in values
+            parameter.knob: values[parameter.name]
+            for parameter in self.parameters
+            if parameter.knob and parameter.name in values
         }
 
     def words(self, values: Mapping[str, Value], own: Mapping[str, str]) -> list[str]:
         """Return the words after ``paceline run``. own: Values of Paceline's placeholders."""
-        knobs = {one.name for one in self.parameters if one.knob}
+        knobs = {parameter.name for parameter in self.parameters if parameter.knob}
         return self.command.words({n: v for n, v in values.items() if n not in knobs}, own)
 
     def active(self, values: Mapping[str, Value]) -> list[Parameter]:
         """Return the parameters that exist at a point."""
-        return [one for one in self.parameters if is_active(one, values)]
+        return [parameter for parameter in self.parameters if is_active(parameter, values)]
 
 
 def read_study_file(path: Path) -> StudySpec:
@@ -279,7 +281,7 @@ def _choices(kind: Any) -> list[str]:
 
 def _in_order(parameters: list[Parameter]) -> list[Parameter]:
     """Return the parameters, each after those that it depends on. Raises ValueError."""
-    by_name = {one.name: one for one in parameters}
+    by_name = {parameter.name: parameter for parameter in parameters}
     for one in parameters:
         for name, values in one.when.items():
             if name not in by_name:
@@ -295,7 +297,11 @@ def _in_order(parameters: list[Parameter]) -> list[Parameter]:
     ordered: list[Parameter] = []
     while len(ordered) < len(parameters):
         names = {one.name for one in ordered}
-        ready = [one for one in parameters if one.name not in names and set(one.when) <= names]
+        ready = [
+            parameter
+            for parameter in parameters
+            if parameter.name not in names and set(parameter.when) <= names
+        ]
         if not ready:
             circle = sorted(set(by_name) - names)
             raise ValueError(f"the parameters {', '.join(circle)} depend on each other (when)")
@@ -363,7 +369,7 @@ def _check_pattern(name: str, pattern: str, pruner: str) -> None:
 
 def _check_layouts(spec: StudySpec) -> None:
     """Raise ValueError for two parameters of a knob, or a layout that the ranks do not fit."""
-    knobs = [one.knob for one in spec.parameters if one.knob]
+    knobs = [parameter.knob for parameter in spec.parameters if parameter.knob]
     if twice := [knob for knob in knobs if knobs.count(knob) > 1]:
         raise ValueError(f"two parameters have the knob {twice[0]}. HINT: leave one of them out")
     exclude(dict.fromkeys(knobs))
@@ -377,7 +383,7 @@ def _check_layouts(spec: StudySpec) -> None:
 
 
 def _check_known(spec: StudySpec) -> None:
-    by_name = {one.name: one for one in spec.parameters}
+    by_name = {parameter.name: parameter for parameter in spec.parameters}
     for number, point in enumerate(spec.known, 1):
         where = f"point {number} of [[known]]"
         for name, value in point.items():

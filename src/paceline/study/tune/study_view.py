@@ -228,11 +228,11 @@ def study_view(opened: OpenStudy, rows: list[TrialRow], best: list[int]) -> Tuni
 def read_view(opened: OpenStudy, with_importances: bool = True) -> TuningView:
     """Return the view of a study in its journal. The importances take seconds."""
     search = make_search(opened.study, opened.spec)
-    rows = [trial_row(one, search) for one in opened.study.get_trials(deepcopy=False)]
+    rows = [trial_row(trial, search) for trial in opened.study.get_trials(deepcopy=False)]
     importances, note = _importances(opened.study, rows) if with_importances else ({}, "")
     view = study_view(opened, rows, best_numbers(opened.study, rows))
     trials = opened.study.get_trials(deepcopy=False)
-    copied = {one.number for one in trials if COPIED in one.user_attrs}
+    copied = {trial.number for trial in trials if COPIED in trial.user_attrs}
     gain = search_gain(opened.spec, rows, copied) if with_importances else None
     return replace(view, importances=importances, importance_note=note, gain=gain)
 
@@ -291,7 +291,7 @@ def _part_of(study: "Study", count: int) -> "Study":
     """Return a study in memory with some of the complete trials, drawn at random."""
     import optuna
 
-    trials = [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
     part = optuna.create_study(direction=study.direction)
     part.add_trials(random.Random(0).sample(trials, count))
     return part

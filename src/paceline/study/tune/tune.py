@@ -10,7 +10,7 @@ from ...launch.job import Job, check, preloads
 from ...launch.options import NodeOptions
 from ...report.tuning.tuning_view import TuneListener, TuningView
 from .journal import check_installed, full_disk_in_words
-from .machine import Machine, find_machine
+from .machine import find_machine
 from .open_study import OpenStudy, begin_study, continue_study, fork_study, locked, read_study
 from .runner import Runner, environment_is_clean
 from .searches.registry import check_search, make_search, search_class
@@ -49,7 +49,11 @@ def load_spec(path: Path) -> StudySpec:
     """Read a study file, and check that its search exists. Raises ValueError, OSError."""
     check_installed()
     if path.suffix != ".toml":
-        raise ValueError(f"{path} is no study file: its name must end in .toml")
+        raise ValueError(
+            f"{path} is no study file: its name must end in .toml. HINT: write a "
+            f'study file with command = "{path.name} ..." and the parameters: '
+            "docs/how-to/improve/tune.md"
+        )
     spec = read_study_file(path)
     try:
         check_search(spec)
@@ -87,46 +91,31 @@ def tune(
     with contextlib.chdir(spec.folder):
         modules = _check_script(spec)
     with full_disk_in_words(spec.path), locked(spec, listener.message):
-        server = _server(spec, modules)
+        server = TrialServer(modules)
+        begin = continue_study if options.continued else begin_study
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Optuna calls experimental
-                opened = _open(spec, options, listener.message)
-                complete = _run(opened, options, machine, server, listener, interrupted)
+                opened = (fork_study if options.forked else begin)(spec, listener.message)
+                runner = Runner(
+                    opened,
+                    make_search(opened.study, spec),
+                    machine,
+                    server,
+                    listener,
+                    options.minutes or spec.table.minutes,
+                    interrupted,
+                    options.stage,
+                )
+                complete = runner.run()
             return TuneEnd(read_view(opened, with_importances=complete), complete)
         finally:
             server.close()
 
 
-def _run(
-    opened: OpenStudy,
-    options: TuneOptions,
-    machine: Machine,
-    server: TrialServer,
-    listener: TuneListener,
-    interrupted: Callable[[], bool],
-) -> bool:
-    search = make_search(opened.study, opened.spec)
-    minutes = options.minutes or opened.spec.table.minutes
-    stage = options.stage
-    runner = Runner(opened, search, machine, server, listener, minutes, interrupted, stage)
-    return runner.run()
-
-
-def _open(spec: StudySpec, options: TuneOptions, say: Callable[[str], None]) -> OpenStudy:
-    if options.forked:
-        return fork_study(spec, say)
-    return continue_study(spec, say) if options.continued else begin_study(spec, say)
-
-
-def _server(spec: StudySpec, modules: list[str]) -> TrialServer:
-    with contextlib.chdir(spec.folder):
-        return TrialServer(modules)
-
-
 def _check_script(spec: StudySpec) -> list[str]:
     """Return the modules to import once for all trials. Raises ValueError: there is no script."""
-    words = spec.words({one.name: one.example for one in spec.parameters}, {})
+    words = spec.words({parameter.name: parameter.example for parameter in spec.parameters}, {})
     if spec.command.function:
         where = spec.command.function.rpartition(":")[0]
         words = [where] if where.endswith(".py") else ["-m", where]

@@ -3,6 +3,8 @@
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
 # File systems with a separate cache, which cannot be queried or dropped from outside.
 OWN_CACHE = ("gpfs", "zfs", "fuse", "pvfs2", "beegfs", "9p", "wekafs")
@@ -49,3 +51,27 @@ def flush_page(folder: int) -> None:
     """
     if ctypes.CDLL(None, use_errno=True).syncfs(folder) != 0:
         os.sync()
+
+
+def drop_files(paths: Iterable[Path]) -> float | None:
+    """Drop files from the page cache; return the fraction of their bytes that stays cached.
+
+    None if the fraction is unknown for all files.
+    """
+    size = kept = 0.0
+    synced: set[int] = set()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_dev not in synced:  # dirty pages can't be dropped
+                    flush_page(file.fileno())
+                    synced.add(status.st_dev)
+                drop_from_cache(file.fileno())
+                share = resident_share(file.fileno())
+        except OSError:  # the file was removed, or is not readable for this user
+            continue
+        if share is not None:
+            size += status.st_size
+            kept += share * status.st_size
+    return kept / size if size else None

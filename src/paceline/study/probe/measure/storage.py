@@ -14,8 +14,8 @@ from ....cluster.topology.local_resources import IN_MEMORY, file_system_type
 from ....cost.machine.machine_file import BANDWIDTH, FILES, Figure, Storage
 from ....security.removal import TemporaryFolder
 from . import page_cache
+from .device_speed import rate
 from .host_facts import free_space
-from .repeat import rate
 
 CHUNK = 4 << 20
 LARGEST = 128 << 20  # maximum bytes of a file
@@ -79,12 +79,12 @@ def _missing(folder: Path) -> str:
 def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
     filesystem = file_system_type(folder)
     written = _write(own, free // 10, seconds)
-    write = Figure.of([one.size / one.seconds for one in written], BANDWIDTH)
-    parts = [_forgotten(one.path) for one in written]
+    write = Figure.of([file.size / file.seconds for file in written], BANDWIDTH)
+    parts = [page_cache.drop_files([file.path]) for file in written]
     read = Figure.of(_read(written, seconds), BANDWIDTH)
     cached_read = Figure.of(_read(written[-1:] * 5, seconds / 4), BANDWIDTH)
-    for one in written:
-        one.path.unlink()
+    for file in written:
+        file.path.unlink()
     create, small_read = _small(own, seconds)
     return Storage(
         str(folder),
@@ -132,12 +132,6 @@ def _write(own: Path, room: int, seconds: float) -> list[Written]:
     return [one for one in found if 4 * one.size >= found[-1].size]
 
 
-def _forgotten(path: Path) -> float | None:
-    with path.open("rb") as file:
-        page_cache.drop_from_cache(file.fileno())
-        return page_cache.resident_share(file.fileno())
-
-
 def _read(files: list[Written], seconds: float) -> list[float]:
     """Return the bytes per second of each file, until the time is used up."""
     buffer, found = memoryview(bytearray(CHUNK)), []
@@ -171,11 +165,8 @@ def _small(own: Path, seconds: float) -> tuple[Figure, Figure]:
         times.append(time.perf_counter() - start)
         folders.append(folder)
     create = rate(IN_FOLDER, times, FILES)
-    _write_out(own)
     paths = [folder / str(number) for folder in folders for number in range(IN_FOLDER)]
-    for path in paths:
-        with path.open("rb") as file:
-            page_cache.drop_from_cache(file.fileno())
+    page_cache.drop_files(paths)
     random.Random(0).shuffle(paths)
     times, end = [], time.perf_counter() + seconds / 2
     for first in range(0, len(paths), IN_FOLDER):
@@ -186,11 +177,3 @@ def _small(own: Path, seconds: float) -> tuple[Figure, Figure]:
         if time.perf_counter() > end:
             break
     return create, rate(IN_FOLDER, times, FILES)
-
-
-def _write_out(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        page_cache.flush_page(opened)
-    finally:
-        os.close(opened)

@@ -119,10 +119,10 @@ class HarmonicaSampler(BaseSampler):
         sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
         data = tuple(
             (
-                tuple(int(of.to_internal_repr(one.params[name])) for name, of in space.items()),
-                sign * float(one.value or 0.0),
+                tuple(int(of.to_internal_repr(trial.params[name])) for name, of in space.items()),
+                sign * float(trial.value or 0.0),
             )
-            for one in complete[: stage * self._samples]
+            for trial in complete[: stage * self._samples]
         )
         sizes = tuple(len(one.choices) for one in space.values())
         names = tuple(space)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..parameters import nearest
 from ..study_file import StudySpec
-from .population import POPULATION, PopulationSearch
-from .promotion import PromotionSearch
+from .checkpointed import POPULATION, PopulationSearch, PromotionSearch
 from .search import MakeSampler, Search
 
 if TYPE_CHECKING:
@@ -165,13 +164,13 @@ def _check_fit(spec: StudySpec, name: str, sampler: Sampler) -> None:
             f'study.search = "{name}" searches with one metric, and this study has '
             f"{len(spec.metrics)}. HINT: tpe or nsga2"
         )
-    dependent = [one.name for one in spec.parameters if one.when]
+    dependent = [parameter.name for parameter in spec.parameters if parameter.when]
     if dependent and not sampler.conditional:
         raise ValueError(
             f'study.search = "{name}" needs parameters that always exist, and {dependent[0]} '
             "depends on others (when). HINT: tpe or random"
         )
-    if name == HARMONICA and not any(len(one.choices) > 1 for one in spec.parameters):
+    if name == HARMONICA and not any(len(parameter.choices) > 1 for parameter in spec.parameters):
         raise ValueError(
             'study.search = "harmonica" searches over choices, and no parameter has several. HINT: '
             "tpe or cmaes"

@@ -71,7 +71,7 @@ class Failure:
     """Why a trial failed.
 
     Attributes:
-        kind: One of ``outcomes.KINDS``.
+        kind: One of those of trial_folder.py.
         text: The reason, with the last lines of the output.
     """
 

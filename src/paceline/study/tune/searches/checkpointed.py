@@ -1,14 +1,7 @@
-"""Population-based training: members that exchange checkpoints, and change parameters on the way.
-
-A population of ``size`` members is trained in generations of ``every`` epochs (Jaderberg et al.,
-arXiv 1711.09846). After a generation the worst members continue from the checkpoints of the best
-ones, with parameters that are perturbed. One member in one generation is one trial of Optuna, which
-is complete when it pauses at the end of its generation. The next generation begins when all trials
-of the last one have ended, so it follows from their values alone: a runner that was killed begins
-the same one.
-"""
+"""Searches whose trials pause with a checkpoint, from which they or others continue."""
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +15,187 @@ from .search import Decision, MakeSampler, MissedStepError, Outcome, Search, Wor
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
+
+# Promotion: asynchronous successive halving whose trials pause at rungs with a checkpoint.
+#
+# Every trial is trained to the first rung, and pauses there. When there is room, a trial is
+# promoted that is among the best 1/``eta`` of those that have reached its rung (the highest rung
+# first), and continues from its checkpoint to the next one; only if there is none, a new trial
+# begins (Li et al., arXiv 1810.05934). Optuna's successive halving can't pause trials: it decides
+# when a trial reaches a rung, and a trial that it stopped never continues.
+
+# User attribute: number of rungs after which the trial was promoted. That it has reached a rung
+# follows from its intermediate values: one write, between whose parts no runner can be killed.
+ALLOWED = "paceline:allowed"
+DEFAULT_ETA, DEFAULT_FIRST = 3, 1
+
+
+def reached(trial: "FrozenTrial", rungs: Sequence[int]) -> list[float]:
+    """Return the values of a trial at the rungs that it has reached."""
+    values = trial.intermediate_values
+    return [values[step] for step in itertools.takewhile(values.__contains__, rungs)]
+
+
+def rungs_of(first: int, eta: int, epochs: int) -> list[int]:
+    """Return the steps of the rungs before the end of a trial."""
+    steps, step = [], first
+    while step < epochs:
+        steps.append(step)
+        step *= eta
+    return steps
+
+
+class PromotionSearch(Search):
+    """Asynchronous successive halving with checkpoints.
+
+    Options of the table ``[pruner]``: ``eta``, ``first`` (step of the first rung) and ``ranks``
+    (number of ranks up to each rung, and after the last one).
+    """
+
+    def __init__(self, study: "Study", spec: StudySpec, make_sampler: MakeSampler) -> None:
+        self.eta, self.rungs, self.ranks = read_promotion(spec)
+        self._better = max if spec.goals[0] == "max" else min
+        super().__init__(study, spec, make_sampler)
+
+    @classmethod
+    def check(cls, spec: StudySpec) -> None:
+        read_promotion(spec)
+
+    @classmethod
+    def numbers_of_ranks(cls, spec: StudySpec) -> Sequence[int]:
+        return read_promotion(spec)[2]
+
+    def rung_of(self, trial: "FrozenTrial") -> int:
+        return len(reached(trial, self.rungs))
+
+    def is_paused(self, trial: "FrozenTrial") -> bool:
+        return self.rung_of(trial) > int(trial.user_attrs.get(ALLOWED, 0))
+
+    def ask(self, may_begin: bool) -> Work | None:
+        if self.interrupted:
+            return super().ask(may_begin)
+        found = self._promotable(1 / self.eta)
+        if found is None and not may_begin:
+            found = self._last_promotion()
+        if found is None:
+            return super().ask(may_begin)
+        trial = self.trial_of(found)
+        trial.set_user_attr(ALLOWED, self.rung_of(found))
+        return self.work(trial)
+
+    def work(self, trial: Any) -> Work:
+        work = super().work(trial)
+        segment = trial.user_attrs.get(ALLOWED, 0)
+        return Work(work.trial, work.values, self.ranks[segment])
+
+    def report(self, work: Work, step: int, value: float) -> Decision:
+        self.store(work, step, value)
+        rung = self.rung_of(self.study.get_trials(deepcopy=False)[work.number]) - 1
+        allowed = work.trial.user_attrs.get(ALLOWED, 0)
+        if rung < 0 or step != self.rungs[rung] or allowed > rung:
+            return Decision.CONTINUE
+        same_ranks = self.ranks[rung] == self.ranks[rung + 1]
+        if same_ranks and work.number in self._best(rung, 1 / self.eta):
+            work.trial.set_user_attr(ALLOWED, rung + 1)  # it would be promoted next: go on
+            return Decision.CONTINUE
+        return Decision.PAUSE
+
+    def finish(self) -> None:
+        for found in self._paused():
+            work = Work(self.trial_of(found), {}, 1)
+            super().tell(work, Outcome("stopped"))
+
+    def next_text(self) -> str:
+        found = self._promotable(1 / self.eta)
+        if found is None:
+            return super().next_text()
+        return f"trial {found.number} continues after step {self._last_rung(found)}"
+
+    def _last_rung(self, trial: "FrozenTrial") -> int:
+        return self.rungs[self.rung_of(trial) - 1]
+
+    def _trials(self) -> "list[FrozenTrial]":
+        return [trial for trial in self.study.get_trials(deepcopy=False) if self.rung_of(trial)]
+
+    def _paused(self) -> "list[FrozenTrial]":
+        return [
+            trial
+            for trial in self._trials()
+            if trial.state.name == "RUNNING"
+            and trial.number not in self.running
+            and self.is_paused(trial)
+        ]
+
+    def _best(self, rung: int, share: float, least: int = 0) -> list[int]:
+        """Return the numbers of the best trials of those that have reached a rung."""
+        sign = -1 if self._better is max else 1
+        there = [
+            (sign * values[rung], trial.number)
+            for trial in self._trials()
+            if len(values := reached(trial, self.rungs)) > rung
+        ]
+        most = max(int(len(there) * share + 1e-9), least)
+        return [number for _, number in sorted(there)[:most]]
+
+    def _promotable(self, share: float, least: int = 0) -> "FrozenTrial | None":
+        """Return a paused trial that is among the best of its rung; the highest rung first."""
+        paused = self._paused()
+        for rung in range(len(self.rungs) - 1, -1, -1):
+            here = [one for one in paused if self.rung_of(one) == rung + 1]
+            best = self._best(rung, share, least) if here else []
+            for number in best:
+                for one in here:
+                    if one.number == number:
+                        return one
+        return None
+
+    def _last_promotion(self) -> "FrozenTrial | None":
+        """Return the best paused trial of the highest rung from which no trial was promoted.
+
+        There is one if so few trials have reached the rung that none of them is among the best.
+        """
+        for rung in range(len(self.rungs) - 1, -1, -1):
+            there = [trial for trial in self._trials() if self.rung_of(trial) > rung]
+            if any(one.user_attrs.get(ALLOWED, 0) > rung for one in there):
+                return None
+            if there:
+                return self._promotable(0.0, least=1)
+        return None
+
+
+def read_promotion(spec: StudySpec) -> tuple[int, list[int], list[int]]:
+    """Return eta, the rungs, and the ranks of each segment. Raises ValueError."""
+    options, table = spec.pruner_options, spec.table
+    epochs = _check_table(spec, ("eta", "first", "ranks"))
+    eta, first = (
+        _integer(options, "eta", DEFAULT_ETA, 2),
+        _integer(options, "first", DEFAULT_FIRST, 1),
+    )
+    rungs = rungs_of(first, eta, epochs)
+    if not rungs:
+        raise ValueError(
+            f"there is no rung before the end of a trial: pruner.first = {first} and study.epochs "
+            f"= {table.epochs}. HINT: first = 1"
+        )
+    ranks = options.get("ranks", [table.ranks] * (len(rungs) + 1))
+    if not isinstance(ranks, list) or not all(isinstance(n, int) and n >= 1 for n in ranks):
+        raise ValueError("pruner.ranks must be a list of numbers of ranks")
+    if len(ranks) != len(rungs) + 1:
+        raise ValueError(
+            f"pruner.ranks has {len(ranks)} numbers, and a trial has {len(rungs) + 1} parts: up to "
+            f"the rungs at {', '.join(map(str, rungs))}, and to the end. HINT: one number for each"
+        )
+    return eta, rungs, ranks
+
+
+# Population-based training: members that exchange checkpoints, and change parameters on the way.
+#
+# A population of ``size`` members is trained in generations of ``every`` epochs (Jaderberg et al.,
+# arXiv 1711.09846). After a generation the worst members continue from the checkpoints of the best
+# ones, with parameters that are perturbed. One member in one generation is one trial of Optuna,
+# which is complete when it pauses at the end of its generation. The next generation begins when
+# all trials of the last one have ended, so it follows from their values alone: a runner that was
+# killed begins the same one.
 
 POPULATION = "population"  # the name in study files
 # User attributes: where a trial is in the population, and from whose checkpoint it began.
@@ -97,7 +271,7 @@ class PopulationSearch(Search):
         if self.interrupted or not may_begin:
             return super().ask(may_begin)
         trials = self.study.get_trials(deepcopy=False)
-        if any(one.state.name == "WAITING" for one in trials):
+        if any(trial.state.name == "WAITING" for trial in trials):
             return self.begin()
         if len(_of(trials, 0)) < self.options.size:
             return self.begin()
@@ -106,7 +280,9 @@ class PopulationSearch(Search):
         if len(members) < self.options.size:  # a runner was killed while it added them
             self._enqueue(members, last)
             return self.begin()
-        if last + 1 < self.options.generations and all(one.state.is_finished() for one in members):
+        if last + 1 < self.options.generations and all(
+            member.state.is_finished() for member in members
+        ):
             self._enqueue([], last + 1)
             return self.begin()
         return None
@@ -155,15 +331,17 @@ class PopulationSearch(Search):
         The best trial keeps its own, and so do those of the last two generations.
         """
         trials = self.study.get_trials(deepcopy=False)
-        done = [one for one in trials if one.state.name == "COMPLETE"]
+        done = [trial for trial in trials if trial.state.name == "COMPLETE"]
         if not done:
             return []
         last = max(map(generation_of, trials))
         best = self._ranked(done)[0].number
         return [
-            one.number
-            for one in trials
-            if one.state.is_finished() and generation_of(one) < last - 1 and one.number != best
+            trial.number
+            for trial in trials
+            if trial.state.is_finished()
+            and generation_of(trial) < last - 1
+            and trial.number != best
         ]
 
     def next_text(self) -> str:
@@ -186,7 +364,7 @@ class PopulationSearch(Search):
     def _ranked(self, trials: "Iterable[FrozenTrial]") -> "list[FrozenTrial]":
         """Return the trials that have a value, the best one first."""
         sign = -1 if self.spec.goals[0] == MAX else 1
-        found = [one for one in trials if one.state.name == "COMPLETE"]
+        found = [trial for trial in trials if trial.state.name == "COMPLETE"]
         return sorted(found, key=lambda one: (sign * one.values[0], one.number))
 
     def children(self, generation: int) -> list[Child]:
@@ -225,7 +403,7 @@ class PopulationSearch(Search):
 
     def _enqueue(self, members: "Sequence[FrozenTrial]", generation: int) -> None:
         """Add the trials of a generation, without the members that it has."""
-        there = {int(one.user_attrs[MEMBER]) for one in members}
+        there = {int(member.user_attrs[MEMBER]) for member in members}
         for member, child in enumerate(self.children(generation)):
             if member not in there:
                 attributes = {GENERATION: generation, MEMBER: member, PARENT: child.parent}
@@ -246,7 +424,7 @@ class PopulationSearch(Search):
 
 
 def _of(trials: "Iterable[FrozenTrial]", generation: int) -> "list[FrozenTrial]":
-    return [one for one in trials if generation_of(one) == generation]
+    return [trial for trial in trials if generation_of(trial) == generation]
 
 
 def generation_of(trial: Any) -> int:
@@ -254,38 +432,49 @@ def generation_of(trial: Any) -> int:
     return int(trial.user_attrs.get(GENERATION, 0))
 
 
-def read_options(spec: StudySpec) -> PopulationOptions:
-    """Return the options of the table ``[pruner]``. Raises ValueError."""
-    options, table = spec.pruner_options, spec.table
-    known = ("size", "every", "share", "factors", "resample", "perturb")
-    for name in options:
-        if name not in known:
-            near = nearest(name, known) or ", ".join(known)
-            raise ValueError(f"the key pruner.{name} is not known for population. HINT: {near}")
-    if table.epochs is None:
+def _check_table(spec: StudySpec, known: Sequence[str]) -> int:
+    """Check the keys of the table ``[pruner]``, and the command; return the epochs of a training.
+
+    Raises:
+        ValueError: A key is unknown, or the command can't be continued from checkpoints.
+    """
+    name = spec.table.pruner
+    for key in spec.pruner_options:
+        if key not in known:
+            near = nearest(key, known) or ", ".join(known)
+            raise ValueError(f"the key pruner.{key} is not known for {name}. HINT: {near}")
+    if spec.table.epochs is None:
         raise ValueError(
-            "population-based training needs the number of epochs of a member. HINT: epochs = 30 "
+            f'pruner = "{name}" needs the number of epochs of a whole training. HINT: epochs = 30 '
             "in [study]"
         )
     if CHECKPOINT not in spec.command.placeholders and not spec.command.function:
         raise ValueError(
-            "population-based training continues members from the checkpoints of others, and "
-            "study.command has no {checkpoint}. HINT: train.py --checkpoint {checkpoint}, the "
-            "folder of world.epochs(checkpoint=...)"
+            f'pruner = "{name}" continues trials from checkpoints, and study.command has no '
+            "{checkpoint}. HINT: train.py --checkpoint {checkpoint}, the folder of "
+            'world.epochs(checkpoint=...); or pruner = "successive-halving"'
         )
+    return spec.table.epochs
+
+
+def read_options(spec: StudySpec) -> PopulationOptions:
+    """Return the options of the table ``[pruner]``. Raises ValueError."""
+    options, table = spec.pruner_options, spec.table
+    known = ("size", "every", "share", "factors", "resample", "perturb")
+    epochs = _check_table(spec, known)
     if EPOCHS not in spec.command.placeholders and not spec.command.function:
         raise ValueError(
             "population-based training needs {epochs} in study.command, the epochs of all "
             "generations together. HINT: train.py --epochs {epochs}"
         )
     size = _integer(options, "size", DEFAULT_SIZE, MIN_SIZE)
-    every = _integer(options, "every", max(table.epochs // DEFAULT_GENERATIONS, 1), 1)
-    if every >= table.epochs:
+    every = _integer(options, "every", max(epochs // DEFAULT_GENERATIONS, 1), 1)
+    if every >= epochs:
         raise ValueError(
-            f"pruner.every = {every} leaves one generation: study.epochs is {table.epochs}. HINT: "
-            f"every = {max(table.epochs // DEFAULT_GENERATIONS, 1)}"
+            f"pruner.every = {every} leaves one generation: study.epochs is {epochs}. HINT: "
+            f"every = {max(epochs // DEFAULT_GENERATIONS, 1)}"
         )
-    generations = -(-table.epochs // every)
+    generations = -(-epochs // every)
     if table.trials < size * generations:
         raise ValueError(
             f"study.trials = {table.trials} is too small: {size} members and {generations} "
@@ -305,8 +494,8 @@ def read_options(spec: StudySpec) -> PopulationOptions:
 
 def _perturbed(spec: StudySpec) -> tuple[str, ...]:
     """Return the names of the parameters that change: by default, the numbers."""
-    names = {one.name for one in spec.parameters}
-    numbers = [one.name for one in spec.parameters if not one.choices]
+    names = {parameter.name for parameter in spec.parameters}
+    numbers = [parameter.name for parameter in spec.parameters if not parameter.choices]
     chosen = spec.pruner_options.get("perturb", numbers)
     if not isinstance(chosen, list) or not all(isinstance(one, str) for one in chosen):
         raise ValueError("pruner.perturb must be a list of names of parameters")
