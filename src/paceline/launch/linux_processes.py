@@ -84,7 +84,8 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def signals_handled(
-    handler: Callable[[int, Any], Any], kinds: Iterable[int] = (signal.SIGTERM, signal.SIGHUP)
+    handler: Callable[[int, Any], Any] | signal.Handlers,
+    kinds: Iterable[int] = (signal.SIGTERM, signal.SIGHUP),
 ) -> Iterator[None]:
     """Handle signals in the body by ``handler``."""
     before = {kind: signal.signal(kind, handler) for kind in kinds}
