@@ -267,7 +267,7 @@ def test_unsupported_environments_are_rejected_with_hint(environment, tmp_path):
     done = pack(environment, tmp_path, "--packed", inside)
     assert "is inside the environment to pack. HINT" in done.stderr
     done = pack(environment, tmp_path, "--packed", "none/env.tar")
-    assert "the folder does not exist. HINT: mkdir -p" in done.stderr
+    assert "none is not a folder. HINT" in done.stderr
     done = pack(environment, tmp_path, "--packed", "env.zip")
     assert "must end in .squashfs, .sqsh or .tar; this is 'env.zip'. HINT" in done.stderr
 
