@@ -82,7 +82,7 @@ def is_in_loop(frame: FrameType | None = None) -> bool:
         if any(file.endswith(end) and frame.f_code.co_name == name for end, name in _TOLERANT):
             return True
         if file.endswith(_LIGHTNING) and frame.f_code.co_name == "__next__":
-            # samples/lightning.py tells its loop about the end; several loaders are repeated.
+            # LightningEpochs tells its loop about the end; several loaders are repeated.
             return len(getattr(frame.f_locals.get("self"), "iterators", ())) == 1
         if is_internal_file(file) or any(part in file for part in _PASSING):
             if _COUNTING in file:
