@@ -87,7 +87,7 @@ RIGHT = {
     },
     "launch/monitor/rank_stacks.py": {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
-        "running.remove(one)": "a list",
+        "running.remove(reading)": "a list",
     },
     "observe/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
     "record/experiments/protected_run.py": {"folder.parent.rmdir()": "only an empty folder"},

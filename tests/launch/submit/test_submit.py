@@ -10,7 +10,8 @@ import pytest
 import ranks
 
 from paceline.cli import app
-from paceline.launch.submit.submit import SCHEDULERS, is_active
+from paceline.launch.submit.schedulers import SCHEDULERS
+from paceline.launch.submit.submit import is_active
 
 WISHES = """
     --hosts 2 --ranks-per-host 4 --cpus-per-rank 7 --gpus-per-host 2 --memory 64G --time 26h

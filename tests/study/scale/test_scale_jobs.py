@@ -11,7 +11,8 @@ from test_scale_study import FakeRuns
 
 from paceline.analyze.scaling.study_folder import read_stored, read_study, write_run
 from paceline.analyze.scaling.study_model import KNOB, STRONG, WEAK, Setup, StudyRequest, StudyRun
-from paceline.launch.submit.submit import SCHEDULERS, is_active
+from paceline.launch.submit.schedulers import SCHEDULERS
+from paceline.launch.submit.submit import is_active
 from paceline.study.scale.jobs import (
     JobOptions,
     begin_jobs,
