@@ -34,9 +34,9 @@ SCRIPT = """
     import torch
     from torch import nn
     import paceline
-    from paceline.parallel.sharded import meshes
+    from paceline.parallel.sharded import fully_sharded
 
-    meshes.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
+    fully_sharded.sharing_domain = lambda: f"host {int(os.environ['RANK']) // 2}"
     world = paceline.init(progress=False, replicas="ignore")
     class Net(nn.Module):
         def __init__(self):
