@@ -63,7 +63,6 @@ ALLOWED = {
     "checkpoint/manifest.py": "weights_only=True, after check_pickle",
     "checkpoint/formats/dcp_folder.py": "weights_only=True, after check_pickle",
     "observe/replays/stored_run.py": "what this run has stored in its private folder",
-    "comm/rehearsal/cuda_on_cpu.py": "torch.load of the script, with its own arguments",
     "compat/horovod/torch/objects.py": "between ranks that have proved to be of the job",
     "compat/horovod/torch/elastic/state.py": "commits in the job's private folder",
 }
