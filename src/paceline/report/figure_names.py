@@ -38,6 +38,12 @@ TERMS = {
     },
 }
 
+# Efficiencies of a run, in the order of their tree; the last one is the product of the others.
+EFFICIENCIES = (
+    *("parallel", "load_balance", "communication", "serialisation", "transfer", "checkpoint"),
+    *("validation", "input", "starved", "other", "bubble", "useful"),
+)
+
 
 def named_figure(name: str) -> Part:
     """Return the name of a figure, indented by its depth in the tree of efficiencies."""

@@ -26,9 +26,9 @@ from ..analyze.records.state_timeline import STATES
 from . import document as doc
 from .figure_names import NAMES, named_figure
 from .numbers import amount, counted, duration, figure, joined, signed_duration
-from .page.series import times
+from .page.run_page import times
 from .sentences import sentence
-from .state_names import STATE_NAMES
+from .state_names import STATE_NAMES, state_legend
 
 # Figures of a scaling table, from the global efficiency to its factors.
 FACTORS = (
@@ -177,8 +177,7 @@ def _states(found: StateChanges | None, lead: str) -> list[doc.Block]:
 
 def _state_chart(lead: str) -> list[doc.Block]:
     caption = "Mean of all ranks. The parts of a bar add up to the step time."
-    states = [(name, STATE_NAMES[name]) for name in STATES]
-    return [doc.Legend(states), doc.Chart("runs", caption, lead)]
+    return [state_legend(STATE_NAMES), doc.Chart("runs", caption, lead)]
 
 
 def state_verdict(row: StateChange) -> tuple[str, str]:

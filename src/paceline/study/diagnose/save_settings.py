@@ -9,8 +9,8 @@ from pathlib import Path
 from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.remedy import TrialResults
 from ...knobs.settings import Setting, write_settings
+from ...report.intervals import format_gain
 from ...report.numbers import percent
-from ...report.remedies import format_gain
 
 
 def save_kept_settings(found: Diagnosis, path: Path) -> str:
