@@ -1,7 +1,7 @@
 """Diagnosis for terminal, page and JSON: causes of lost time, their evidence, remedies."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,15 +25,8 @@ from .waterfall import indicator_name, lead, rate_unit, waterfall_data, waterfal
 MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed
 
 
-def diagnosis_document(
-    found: Diagnosis, words: Mapping[str, str], width: int = 100
-) -> doc.Document:
-    """Return the diagnosis.
-
-    Args:
-        words: Description of each rung.
-        width: Columns of the terminal.
-    """
+def diagnosis_document(found: Diagnosis, width: int = 100) -> doc.Document:
+    """Return the diagnosis. width: columns of the terminal."""
     w, command = found.waterfall, shlex.join(found.command)
     size = counted(found.report.size, "rank")
     sections = [doc.Section("summary", "Summary", list(_summary(found, command)))]

@@ -332,7 +332,7 @@ def _steps(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Section]:
         yield doc.Section("steps", "", listed, where=doc.TERMINAL)
         return
     text = _step_times(times)
-    about = [text, *doc.text(" ([percentile], [outlier])", doc.PAGE)]
+    about: list[str | doc.Part] = [text, *doc.text(" ([percentile], [outlier])", doc.PAGE)]
     caption = []
     if len(times.outliers) < times.outlier_count:
         caption.append(f"Diamonds mark the {len(times.outliers)} longest outliers.")
