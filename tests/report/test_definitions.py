@@ -33,8 +33,8 @@ def used_keys():
     keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
     for path in ASSETS.parents[1].rglob("*.py"):
         keys |= set(re.findall(r'\bterm="([^"]+)"', path.read_text()))
-        keys |= set(re.findall(r"\[[^]|]+\|([^]|]+)\]", path.read_text()))
-        keys |= set(re.findall(r"\[([a-zA-Z -]+)\]", path.read_text())) & set(DEFINITIONS)
+        labels = re.findall(r"\[(?:[^]|]+\|)?([a-zA-Z -]+)\]", path.read_text())
+        keys |= set(labels) & set(DEFINITIONS)
     keys |= {f"held by {name}" for name in INDICATORS} | set(STATES)
     keys |= {named_figure(name).term for name in FIGURES} | set(VERDICTS)
     return keys | {collective_name(op) for op in Op} & set(DEFINITIONS)
