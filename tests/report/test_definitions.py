@@ -13,8 +13,8 @@ from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.losses import collective_name
 from paceline.analyze.records.state_timeline import STATES
 from paceline.record.ring.states import Op
-from paceline.report.causes import VERDICTS
 from paceline.report.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.diagnosis.causes import VERDICTS
 from paceline.report.figure_names import NAMES as FIGURES
 from paceline.report.figure_names import named_figure
 from paceline.report.page.write_page import ASSETS

@@ -30,7 +30,11 @@ from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.operator_file import MachineLimits, OperatorRow
-from paceline.report.diagnosis_document import as_json, diagnosis_charts, diagnosis_document
+from paceline.report.diagnosis.diagnosis_document import (
+    as_json,
+    diagnosis_charts,
+    diagnosis_document,
+)
 from paceline.report.page.write_page import document_page
 from paceline.report.terminal.draw import draw_document
 

@@ -191,7 +191,7 @@ class DiagnosisOutputs:
 
     def update(self, found: "Diagnosis") -> None:
         """Write all files, and print what is new in a diagnosis that goes on."""
-        from ..report.remedies import describe_trial
+        from ..report.diagnosis.remedies import describe_trial
 
         self._write_files(found)
         if self._json is None:
@@ -208,7 +208,7 @@ class DiagnosisOutputs:
         # first: the process that reads the output may have ended (| head)
         written = self._write_files(found)
         if self._json == STDOUT:
-            from ..report.diagnosis_document import as_json
+            from ..report.diagnosis.diagnosis_document import as_json
 
             print_json(as_json(found), STDOUT, indent=1)
         if self._json is None:
@@ -217,7 +217,7 @@ class DiagnosisOutputs:
             typer.echo(said, err=self._json == STDOUT)
 
     def _print(self, found: "Diagnosis") -> None:
-        from ..report import diagnosis_document as shown
+        from ..report.diagnosis import diagnosis_document as shown
         from ..report.terminal.draw import print_document
 
         if self._has_printed:
@@ -227,7 +227,7 @@ class DiagnosisOutputs:
 
     def _write_files(self, found: "Diagnosis") -> list[str]:
         """Write the files that were asked for. Return a message for each."""
-        from ..report import diagnosis_document as shown
+        from ..report.diagnosis import diagnosis_document as shown
 
         said = []
         if self._json is not None and self._json != STDOUT:

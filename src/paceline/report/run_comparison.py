@@ -24,11 +24,11 @@ from ..analyze.figures.losses import Loss
 from ..analyze.figures.report import Report, RunAnalysis
 from ..analyze.records.state_timeline import STATES
 from . import document as doc
-from .figure_names import NAMES, named_figure
+from .figure_names import NAMES, named_figure, state_legend
 from .numbers import amount, counted, duration, figure, joined, signed_duration
 from .page.run_page import times
 from .sentences import sentence
-from .state_names import STATE_NAMES, state_legend
+from .state_names import STATE_NAMES
 
 # Figures of a scaling table, from the global efficiency to its factors.
 FACTORS = (

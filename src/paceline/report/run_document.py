@@ -14,9 +14,10 @@ from .exchange_tables import (
     halos_table,
     layers_table,
 )
-from .figure_names import EFFICIENCIES, named_figure
+from .figure_names import EFFICIENCIES, named_figure, state_legend
 from .losses import MIN_LISTED_LOSS, loss_items
 from .numbers import amount, counted, duration, percent
+from .roofline import draw_roofline
 from .sentences import (
     core_wait_sentence,
     memory_warnings,
@@ -28,8 +29,7 @@ from .sentences import (
     troubles,
     work_sentences,
 )
-from .state_names import shown_states, state_legend, state_name
-from .terminal.roofline import draw_roofline
+from .state_names import shown_states, state_name
 from .verdict.of_run import verdict_of_run
 
 BAR_COLUMNS = 12

@@ -21,7 +21,6 @@ from ..cost.machine.units import format_value, join_words
 from ..cost.roofline import RooflinePoint
 from ..plurals import named_ranks, parse_ranges
 from .numbers import amount, counted, duration, ordinal, percent, size
-from .verdict.verdict import begin_sentence
 
 _LATE_BECAUSE = {
     "useful": "computed longer",
@@ -382,7 +381,8 @@ def memory_warnings(report: Report) -> list[str]:
     for one in report.memory:
         if one.warned:
             groups.setdefault((one.kind, one.host), []).append(one)
-    return [begin_sentence(memory_sentence(group)) for group in list(groups.values())[:MAX_TOLD]]
+    texts = [memory_sentence(group) for group in list(groups.values())[:MAX_TOLD]]
+    return [text[0].upper() + text[1:] for text in texts]
 
 
 def peak_sentence(report: Report) -> str:

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from ..analyze.figures.report import Report
 from ..analyze.records.state_timeline import STATES
-from . import document as doc
-from .numbers import percent
 
 STATE_NAMES = {state: state for state in STATES} | {"starved": "core wait"}
 
@@ -24,19 +22,3 @@ def state_name(report: Report, state: str) -> str:
     if state == "transfer" and not report.clocks_aligned:
         return "wait or transfer"
     return STATE_NAMES.get(state, state)
-
-
-def state_legend(names: Mapping[str, str], shares: Mapping[str, float] | None = None) -> doc.Legend:
-    """Return the colours of states with their names, and with the shares of a run.
-
-    Args:
-        names: Name of each state.
-        shares: Mean share of each state, or None.
-    """
-    colours = []
-    for state, name in names.items():
-        text: list[str | doc.Part] = [doc.Part(name, term=state)]
-        if shares is not None:
-            text += [" ", doc.Part(percent(shares[state]), figure=f"mean.{state}")]
-        colours.append((state, text))
-    return doc.Legend(colours)

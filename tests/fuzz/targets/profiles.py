@@ -25,7 +25,7 @@ from paceline.analyze.records.operator_file import (
 from paceline.record.ring.ring import EVENT
 from paceline.record.ring.states import Op, State
 from paceline.report.console import PlainConsole
-from paceline.report.profile_tables import (
+from paceline.report.diagnosis.profile_tables import (
     lines_as_json,
     lines_section,
     operators_as_json,

@@ -28,7 +28,7 @@ from paceline.record.experiments.operators.operator_profile import (
     padded_share,
     write_rows,
 )
-from paceline.report.profile_tables import operators_section
+from paceline.report.diagnosis.profile_tables import operators_section
 from paceline.report.terminal.draw import draw
 
 SIDE = 192

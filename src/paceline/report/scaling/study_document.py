@@ -18,9 +18,9 @@ from ...analyze.scaling.outcomes.targets import (
 )
 from ...analyze.scaling.study_model import STRONG, ScalingStudy, Setup
 from .. import document as doc
-from ..figure_names import named_figure
+from ..figure_names import named_figure, state_legend
 from ..numbers import amount, counted, duration, figure, percent, size
-from ..state_names import STATE_NAMES, state_legend
+from ..state_names import STATE_NAMES
 from .findings import CheckedPrediction, Findings, Fit, FittedParameter
 from .size_rows import FACTORS, SizeRow, size_rows
 from .study_charts import measured_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.remedy import TrialResults
 from ...knobs.settings import Setting, write_settings
-from ...report.intervals import format_gain
+from ...report.diagnosis.intervals import format_gain
 from ...report.numbers import percent
 
 

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..analyze.diagnosis.diagnosis import Diagnosis
-from ..analyze.diagnosis.remedy import PredictionError, Remedy, TrialResults
-from ..analyze.diagnosis.rungs import Interval
-from ..analyze.diagnosis.table import INDICATORS
-from . import document as doc
+from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.remedy import PredictionError, Remedy, TrialResults
+from ...analyze.diagnosis.rungs import Interval
+from ...analyze.diagnosis.table import INDICATORS
+from .. import document as doc
+from ..numbers import amount, percent
 from .causes import cause_blocks
 from .intervals import format_gain, gain_around
-from .numbers import amount, percent
 from .waterfall import lead, rate_unit, waterfall_chart
 
 

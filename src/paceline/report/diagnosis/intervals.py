@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 
-from ..analyze.diagnosis.rungs import Interval
-from . import document as doc
-from .numbers import amount, percent
+from ...analyze.diagnosis.rungs import Interval
+from .. import document as doc
+from ..numbers import amount, percent
 
 
 def format_gain(gain: Interval | None) -> str:

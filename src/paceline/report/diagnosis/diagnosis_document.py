@@ -5,21 +5,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..analyze.diagnosis.causes import MIN_SHARE, Witness
-from ..analyze.diagnosis.confirmation import EXCHANGE_PARTS
-from ..analyze.diagnosis.diagnosis import Diagnosis
-from ..analyze.diagnosis.ladder_results import WORDS
-from . import document as doc
+from ...analyze.diagnosis.causes import MIN_SHARE, Witness
+from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS
+from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.ladder_results import WORDS
+from .. import document as doc
+from ..losses import loss_items
+from ..numbers import amount, counted, duration, elapsed, finite, percent
+from ..run_document import run_document, states_of_ranks
+from ..sentences import core_wait_sentence, reaches
+from ..verdict.of_diagnosis import verdict_of_diagnosis, without_values
 from .causes import cause_blocks
 from .intervals import format_share, rate_around, share_around
-from .losses import loss_items
-from .numbers import amount, counted, duration, elapsed, finite, percent
 from .profile_tables import lines_as_json, lines_section, operators_as_json, operators_section
 from .remedies import remedies_as_json, remedies_section
-from .run_document import run_document, states_of_ranks
-from .sentences import core_wait_sentence, reaches
 from .survey import describe_survey
-from .verdict.of_diagnosis import verdict_of_diagnosis, without_values
 from .waterfall import indicator_name, lead, rate_unit, waterfall_data, waterfall_section
 
 MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..analyze.diagnosis.evidence import MIN_SHARE
-from ..analyze.diagnosis.line_profile import (
+from ...analyze.diagnosis.evidence import MIN_SHARE
+from ...analyze.diagnosis.line_profile import (
     Activity,
     Doing,
     LineProfile,
@@ -16,10 +16,10 @@ from ..analyze.diagnosis.line_profile import (
     SampledLine,
     WorkerLine,
 )
-from ..analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
-from ..analyze.diagnosis.rules.operators import Finding, findings, products
-from . import document as doc
-from .numbers import amount, duration, percent
+from ...analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
+from ...analyze.diagnosis.rules.operators import Finding, findings, products
+from .. import document as doc
+from ..numbers import amount, duration, percent
 
 MAX_LINES, MAX_LINES_ON_PAGE, MAX_JSON_LINES = 10, 20, 200  # lines of the script
 MIN_LINE_SHARE = 0.01  # of a step: lines with less are not shown

@@ -3,14 +3,14 @@
 import math
 from typing import Any
 
-from ..analyze.diagnosis.causes import MIN_SHARE, uncertain_bars
-from ..analyze.diagnosis.diagnosis import Diagnosis
-from ..analyze.diagnosis.rungs import Interval, Waterfall
-from ..analyze.diagnosis.table import INDICATORS
-from ..analyze.figures.report import Report
-from . import document as doc
+from ...analyze.diagnosis.causes import MIN_SHARE, uncertain_bars
+from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.rungs import Interval, Waterfall
+from ...analyze.diagnosis.table import INDICATORS
+from ...analyze.figures.report import Report
+from .. import document as doc
+from ..numbers import amount, counted, joined, percent
 from .intervals import rate_around, share_around
-from .numbers import amount, counted, joined, percent
 
 MORE_ROUNDS = "HINT: use a larger --minutes, or a machine without other load"
 _MAX_INTERVAL_LENGTH = 1.3  # of the axis for wide intervals, relative to the longest bar

@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..analyze.diagnosis.causes import CONFIRMED, USUAL_SHARE, Cause, uncertain_bars
-from ..analyze.diagnosis.diagnosis import Diagnosis
-from ..analyze.diagnosis.table import INDICATORS
-from . import document as doc
+from ...analyze.diagnosis.causes import CONFIRMED, USUAL_SHARE, Cause, uncertain_bars
+from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.table import INDICATORS
+from .. import document as doc
+from ..numbers import amount, percent
+from ..verdict.verdict import begin_sentence
 from .intervals import share_around
-from .numbers import amount, percent
-from .verdict.verdict import begin_sentence
 from .waterfall import MORE_ROUNDS
 
 MAX_SHOWN = 40  # entries of a list in the evidence
