@@ -19,7 +19,7 @@ from paceline.analyze.verification.find import MISTAKES
 from paceline.analyze.verification.mistakes import MEANT
 from paceline.cli import app as cli
 from paceline.knobs.registry import KNOBS, Knob
-from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.definitions import DEFINITIONS, GLOSSARY
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
 DEFAULT = re.compile(r"Default: (.+?)\.(?:\s+|$)")  # in the help of an option

@@ -180,7 +180,7 @@ def test_summary_is_printed_as_json(tmp_path):
 def test_diagnosis_in_a_json_file_replaces_the_report(tmp_path, monkeypatch, capsys):
     """As for paceline report --json=FILE: --html writes the report for people."""
     made = {"format": "paceline-diagnosis", "version": 1, "causes": []}
-    monkeypatch.setattr("paceline.report.terminal.diagnose.as_json", lambda found: made)
+    monkeypatch.setattr("paceline.report.diagnosis.diagnosis_document.as_json", lambda found: made)
     outputs = DiagnosisOutputs(tmp_path / "found.json", None, None)
     outputs.update(None)
     assert json.loads((tmp_path / "found.json").read_text()) == made
@@ -192,10 +192,11 @@ def test_results_are_on_disk_before_they_are_printed(tmp_path, monkeypatch):
     def gone(*_, **__):
         raise BrokenPipeError
 
-    monkeypatch.setattr("paceline.report.terminal.diagnose.render", gone)
-    monkeypatch.setattr(
-        "paceline.report.page.diagnosis_page.diagnosis", lambda found, words: "page"
-    )
+    made = "paceline.report.diagnosis.diagnosis_document"
+    monkeypatch.setattr("paceline.report.terminal.draw.print_document", gone)
+    monkeypatch.setattr(f"{made}.diagnosis_document", lambda found: None)
+    monkeypatch.setattr(f"{made}.diagnosis_charts", lambda found: {})
+    monkeypatch.setattr("paceline.report.page.write_page.document_page", lambda *_: "page")
     monkeypatch.setattr(
         "paceline.report.page.write_page.save", lambda page, at: at.write_text(page)
     )

@@ -8,7 +8,7 @@ from machines import Maker
 
 from paceline.cost.roofline import Roof, attainable, place, ridge, roofs
 from paceline.report.page.run_page import roofline_chart
-from paceline.report.terminal.roofline import draw_roofline
+from paceline.report.roofline import draw_roofline
 
 A100 = {"float64": Roof(9.7e12, 1.555e12), "bfloat16": Roof(312e12, 1.555e12)}
 

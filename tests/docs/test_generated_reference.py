@@ -13,7 +13,7 @@ import typer
 import paceline
 from paceline.cli import app
 from paceline.knobs.registry import KNOBS
-from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.definitions import DEFINITIONS, GLOSSARY
 
 ROOT = Path(paceline.__file__).parents[2]
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import ranks
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
-from paceline.report.page.wording import largest_losses
+from paceline.report.losses import largest_losses
 
 pytestmark = pytest.mark.alone
 ZOO = Path(__file__).parent / "zoo"

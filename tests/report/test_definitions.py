@@ -9,18 +9,15 @@ from pages import watched
 from records import made, report_text
 
 import paceline
+from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.losses import collective_name
-from paceline.analyze.figures.report import analyse_with_window
-from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.state_timeline import STATES
 from paceline.record.ring.states import Op
+from paceline.report.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.diagnosis.causes import VERDICTS
 from paceline.report.figure_names import NAMES as FIGURES
 from paceline.report.figure_names import named_figure
-from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
-from paceline.report.page.diagnosis_page import VERDICTS
-from paceline.report.page.run_page import tree
 from paceline.report.page.write_page import ASSETS
-from paceline.report.terminal.diagnose import NAMES as CAUSES
 
 DOCS = Path(paceline.__file__).parents[2] / "docs"
 UNEXPLAINED = """words => [...document.querySelectorAll("th, dt, h2, .legend .key")]
@@ -36,7 +33,9 @@ def used_keys():
     keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
     for path in ASSETS.parents[1].rglob("*.py"):
         keys |= set(re.findall(r'\bterm="([^"]+)"', path.read_text()))
-    keys |= {f"held by {name}" for name in CAUSES} | set(STATES)
+        labels = re.findall(r"\[(?:[^]|]+\|)?([a-zA-Z -]+)\]", path.read_text())
+        keys |= set(labels) & set(DEFINITIONS)
+    keys |= {f"held by {name}" for name in INDICATORS} | set(STATES)
     keys |= {named_figure(name).term for name in FIGURES} | set(VERDICTS)
     return keys | {collective_name(op) for op in Op} & set(DEFINITIONS)
 
@@ -80,8 +79,3 @@ def test_terms_of_a_page_are_explained_on_hover_and_focus(tmp_path, browser, cou
             term.hover()
             assert tip.is_visible()
             page.mouse.move(0, 0)
-
-
-def test_efficiencies_of_the_tree_are_defined(tmp_path):
-    report = analyse_with_window(load_run(made(tmp_path / "run", size=2))).report
-    assert {key for _, _, key, _, _ in tree(report)} <= set(DEFINITIONS)

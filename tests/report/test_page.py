@@ -28,8 +28,8 @@ from paceline.cost.machine.machine_file import (
     save,
 )
 from paceline.record.ring.states import State
-from paceline.report.page.definitions import DEFINITIONS
-from paceline.report.page.wording import largest_losses
+from paceline.report.definitions import DEFINITIONS
+from paceline.report.losses import largest_losses
 from paceline.report.state_names import STATE_NAMES
 
 
@@ -92,7 +92,7 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     assert "the slowest rank determines the step time of all ranks" in losses
     assert "Where to look: other processes on its node" in losses
     assert "4 ranks on 2 nodes trained 41 steps" in page.inner_text(".lead")
-    assert "rank 3: 27.4 % more" in page.inner_text("#efficiencies")
+    assert "rank 3, 27.4 % more" in page.inner_text("#efficiencies")
 
 
 def test_counted_step_is_on_the_roofline(tmp_path, opened):

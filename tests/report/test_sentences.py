@@ -14,7 +14,7 @@ from paceline.plurals import counted, ordinal
 from paceline.record.ring.states import State
 from paceline.report.numbers import figure
 from paceline.report.page.run_page import LONGER
-from paceline.report.page.wording import achieved
+from paceline.report.run_document import achieved
 from paceline.report.sentences import outliers, sentence, troubles
 from paceline.report.terminal.run_report import render
 

@@ -42,7 +42,7 @@ def right():
 
 def printed(found):
     with redirect_stdout(io.StringIO()) as text, patch.dict(os.environ, COLUMNS="400"):
-        print_document(verification_document(found))
+        print_document(lambda _: verification_document(found))
     return text.getvalue()
 
 

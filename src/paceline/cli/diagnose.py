@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, print_json, with_options
 from .common.options import (
@@ -190,41 +191,43 @@ class DiagnosisOutputs:
 
     def update(self, found: "Diagnosis") -> None:
         """Write all files, and print what is new in a diagnosis that goes on."""
-        from ..report.terminal import diagnose as shown
+        from ..report.diagnosis.remedies import describe_trial
 
         self._write_files(found)
         if self._json is None:
-            from ..report.console import PlainConsole
-
-            console = PlainConsole()
             if not self._has_printed:
-                console.print(shown.render(found, console.width))
+                self._print(found)
                 self._has_printed = True
             trials = found.tried.trials if found.tried is not None else []
             for trial in trials[self._trials :]:
-                console.print(shown.render_trial(trial))
+                typer.echo(printable(describe_trial(trial)))
             self._trials = len(trials)
 
     def finish(self, found: "Diagnosis") -> None:
         """Write all files, print what was not printed yet, and say where the files are."""
-        from ..report.terminal import diagnose as shown
-
         # first: the process that reads the output may have ended (| head)
         written = self._write_files(found)
         if self._json == STDOUT:
-            print_json(shown.as_json(found), STDOUT, indent=1)
-        if self._json is None:
-            from ..report.console import PlainConsole
+            from ..report.diagnosis.diagnosis_document import as_json
 
-            console = PlainConsole()
-            render = shown.render_trials if self._has_printed else shown.render
-            console.print(render(found, console.width))
+            print_json(as_json(found), STDOUT, indent=1)
+        if self._json is None:
+            self._print(found)
         for said in written:
             typer.echo(said, err=self._json == STDOUT)
 
+    def _print(self, found: "Diagnosis") -> None:
+        from ..report.diagnosis import diagnosis_document as shown
+        from ..report.terminal.draw import print_document
+
+        if self._has_printed:
+            print_document(lambda _: shown.trials_document(found))
+        else:
+            print_document(lambda width: shown.diagnosis_document(found, width))
+
     def _write_files(self, found: "Diagnosis") -> list[str]:
         """Write the files that were asked for. Return a message for each."""
-        from ..report.terminal import diagnose as shown
+        from ..report.diagnosis import diagnosis_document as shown
 
         said = []
         if self._json is not None and self._json != STDOUT:
@@ -234,9 +237,8 @@ class DiagnosisOutputs:
 
             said.append(save_kept_settings(found, self._settings))
         if self._html is not None:
-            from ..analyze.diagnosis.ladder_results import WORDS
-            from ..report.page.diagnosis_page import diagnosis
-            from ..report.page.write_page import save
+            from ..report.page.write_page import document_page, save
 
-            said.append(save(diagnosis(found, WORDS), self._html))
+            document = shown.diagnosis_document(found)
+            said.append(save(document_page(document, shown.diagnosis_charts(found)), self._html))
         return said

@@ -181,7 +181,7 @@ def _answer(
             else:
                 from ..report.terminal.draw import print_document
 
-                print_document(report.verification_document(found))
+                print_document(lambda _: report.verification_document(found))
             if written is not None:
                 typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:

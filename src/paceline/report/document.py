@@ -4,17 +4,20 @@
 A part says where its value is in the JSON of the report, so that the page can be compared with it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ..analyze.figures.report import Report
-from .verdict.verdict import Verdict
+from .verdict.verdict import Verdict, end_sentence
 
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 NOT_KNOWN = "\N{EN DASH}"  # in place of a value
 BOTH, PAGE, TERMINAL = "", "page", "terminal"  # where a block is shown
 # Styles of parts and rows. Pages have CSS classes of these names.
 LEAD, STRONG, MUTED, DOUBT, CODE = "lead", "strong", "note", "doubt", "code"
+SMALL, RANGE, FIXED = "small", "range", "fixed"  # FIXED: lines are not broken
 GOOD, LOW, BETTER, WORSE, FAILED = "good", "low", "better", "worse", "failed"
 QUESTION = "question"
 
@@ -29,6 +32,8 @@ class Part:
         figure: Position of its value in the JSON, or "".
         term: Key of its definition, which pages show on hover; or "".
         where: BOTH, PAGE or TERMINAL.
+        bar: Bar that a page draws instead of the text: name, colour (CSS variable) and share of
+            the whole length of each segment.
     """
 
     text: str
@@ -36,9 +41,11 @@ class Part:
     figure: str = ""
     term: str = ""
     where: str = BOTH
+    bar: Sequence[tuple[str, str, float]] = ()
 
 
 Text = str | Part | Sequence[str | Part]
+NEW_LINE = Part("\n", where=PAGE)
 
 
 def parts_of(text: Text, where: str) -> list[Part]:
@@ -46,6 +53,33 @@ def parts_of(text: Text, where: str) -> list[Part]:
     pieces = [text] if isinstance(text, str | Part) else text
     parts = [Part(one) if isinstance(one, str) else one for one in pieces]
     return [part for part in parts if part.where in (BOTH, where)]
+
+
+def text(template: str, where: str = BOTH, **parts: Part) -> list[Part]:
+    """Return a text with terms and code: "[label|key of its definition], `code`, {part}".
+
+    A term without a key has that of its label. Texts of users are passed as parts.
+    """
+    found = []
+    for piece in re.split(r"(\[[^]]+\]|`[^`]+`|\{\w+\})", template):
+        if piece.startswith("["):
+            label, _, key = piece[1:-1].partition("|")
+            found.append(Part(label, term=key or label, where=where))
+        elif piece.startswith("`"):
+            found.append(Part(piece[1:-1], CODE, where=where))
+        elif piece.startswith("{"):
+            found.append(replace(parts[piece[1:-1]], where=where))
+        elif piece:
+            found.append(Part(piece, where=where))
+    return found
+
+
+def command(words: Sequence[str]) -> list[str | Part]:
+    """Return a command for a page, which breaks its line between words and not in an option."""
+    parts: list[str | Part] = []
+    for word in words:
+        parts += [Part(word, CODE, where=PAGE), Part(" ", where=PAGE)]
+    return parts[:-1]
 
 
 def graded(value: float | None, figure: str = "", digits: int = 2) -> Part:
@@ -57,11 +91,22 @@ def graded(value: float | None, figure: str = "", digits: int = 2) -> Part:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. ``term``: key of the definition of its heading, or ""."""
+    """A column of a table.
+
+    Attributes:
+        right: Whether its cells are aligned at the right.
+        term: Key of the definition of its heading, or "".
+        where: BOTH, PAGE or TERMINAL.
+        width: Number of characters in the terminal; 0: that of its cells.
+        ratio: Share of the rest of the terminal's width, where texts are cut; 0: ``width``.
+    """
 
     heading: str
     right: bool = True
     term: str = ""
+    where: str = BOTH
+    width: int = 0
+    ratio: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +115,7 @@ class Row:
 
     cells: Sequence[Text]
     style: str = ""
+    where: str = BOTH
 
 
 @dataclass(frozen=True)
@@ -79,12 +125,24 @@ class Table:
     Attributes:
         where: BOTH, PAGE or TERMINAL.
         is_dense: Whether the terminal has one space between columns instead of two.
+        name: CSS class on a page, or "".
     """
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     where: str = BOTH
     is_dense: bool = False
+    name: str = ""
+
+    def shown(self, where: str) -> tuple[list[Column], list[Row]]:
+        """Return the columns and rows that a medium shows."""
+        numbers = [i for i, column in enumerate(self.columns) if column.where in (BOTH, where)]
+        rows = [
+            replace(row, cells=[row.cells[i] for i in numbers if i < len(row.cells)])
+            for row in self.rows
+            if row.where in (BOTH, where)
+        ]
+        return [self.columns[i] for i in numbers], rows
 
 
 @dataclass(frozen=True)
@@ -104,6 +162,14 @@ class Line:
     where: str = BOTH
 
 
+BLANK = Line("", where=TERMINAL)  # an empty line
+
+
+def lines(texts: Iterable[str], style: str = "", where: str = BOTH) -> list[Line]:
+    """Return a paragraph for each sentence that is not empty, with a full stop."""
+    return [Line(end_sentence(text), style, where) for text in texts if text]
+
+
 @dataclass(frozen=True)
 class Bullets:
     """A list of sentences: with bullets on a page, as lines in the terminal."""
@@ -117,17 +183,71 @@ class Item:
     """An entry of a list of findings.
 
     Attributes:
-        label: Short label in front of it.
+        label: Short label or share in front of it.
         text: What was found.
         lines: Evidence and what to do, each in a paragraph.
         style: Style of the entry on a page, or "".
+        evidence: Figures that a page shows on a click, or None.
     """
 
-    label: Part
+    label: Text
     text: Text
     lines: Sequence[Text]
     style: str = ""
     where: str = BOTH
+    evidence: "Folded | None" = None
+
+
+@dataclass(frozen=True)
+class Items:
+    """Entries of a list without empty lines between them, such as the largest losses."""
+
+    items: Sequence[Item]
+    where: str = BOTH
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure of a page: its name, its value (None: it is not shown), and text after it."""
+
+    name: str
+    value: str | Sequence[Part] | None
+    figure: str = ""
+    term: str = ""
+    after: str = ""
+
+    def text(self) -> Text:
+        """Return the value with its position in the JSON."""
+        value = self.value or NOT_KNOWN
+        parts = [Part(value, figure=self.figure)] if isinstance(value, str) else value
+        return [*parts, self.after]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Single figures of a page."""
+
+    facts: Sequence[Fact]
+    where: str = PAGE
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Blocks that a page shows on a click."""
+
+    summary: str
+    blocks: Sequence["Block"]
+    where: str = PAGE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice between ways to draw a chart: value and label of each; the first is chosen."""
+
+    name: str
+    question: str
+    options: Sequence[tuple[str, str]]
+    where: str = PAGE
 
 
 @dataclass(frozen=True)
@@ -164,9 +284,9 @@ class Charts:
 
 @dataclass(frozen=True)
 class Legend:
-    """Colours of the states: (state, name) of each."""
+    """Meaning of colours: CSS variable (states have one of their name) and text of each."""
 
-    states: Sequence[tuple[str, str]]
+    colours: Sequence[tuple[str, Text]]
     where: str = PAGE
 
 
@@ -179,7 +299,30 @@ class Nodes:
     where: str = PAGE
 
 
-Block = Table | Heading | Line | Bullets | Item | Conclusion | Chart | Charts | Legend | Nodes
+Block = (
+    Table
+    | Heading
+    | Line
+    | Bullets
+    | Item
+    | Items
+    | Facts
+    | Folded
+    | Choice
+    | Conclusion
+    | Chart
+    | Charts
+    | Legend
+    | Nodes
+)
+
+
+Shown = TypeVar("Shown", bound="Part | Block | Section")
+
+
+def only(where: str, shown: Iterable[Shown]) -> list[Shown]:
+    """Return the blocks or parts that a medium shows, to be shown there only."""
+    return [replace(one, where=where) for one in shown if one.where in (BOTH, where)]
 
 
 @dataclass(frozen=True)
@@ -206,13 +349,13 @@ class Document:
     """A report.
 
     Attributes:
-        title: Title of the page and of the panel in the terminal.
+        title: Title of the page and of the frame in the terminal.
         heading: First heading of the page.
         about: Lines below it: commands and folders.
         sections: Its parts, in order.
     """
 
-    title: str
+    title: Text
     heading: str
     sections: Sequence[Section]
     about: Sequence[Text] = field(default_factory=list)

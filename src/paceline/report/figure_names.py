@@ -1,6 +1,10 @@
 """Names of figures in tables, with the keys of their definitions."""
 
+from collections.abc import Mapping
+
+from . import document as doc
 from .document import Part
+from .numbers import percent
 
 NAMES = {
     "samples_per_s": "samples/s",
@@ -38,7 +42,29 @@ TERMS = {
     },
 }
 
+# Efficiencies of a run, in the order of their tree; the last one is the product of the others.
+EFFICIENCIES = (
+    *("parallel", "load_balance", "communication", "serialisation", "transfer", "checkpoint"),
+    *("validation", "input", "starved", "other", "bubble", "useful"),
+)
+
 
 def named_figure(name: str) -> Part:
     """Return the name of a figure, indented by its depth in the tree of efficiencies."""
     return Part(NAMES[name], term=TERMS.get(name, name))
+
+
+def state_legend(names: Mapping[str, str], shares: Mapping[str, float] | None = None) -> doc.Legend:
+    """Return the colours of states with their names, and with the shares of a run.
+
+    Args:
+        names: Name of each state.
+        shares: Mean share of each state, or None.
+    """
+    colours = []
+    for state, name in names.items():
+        text: list[str | doc.Part] = [doc.Part(name, term=state)]
+        if shares is not None:
+            text += [" ", doc.Part(percent(shares[state]), figure=f"mean.{state}")]
+        colours.append((state, text))
+    return doc.Legend(colours)

@@ -24,9 +24,9 @@ from ..analyze.figures.losses import Loss
 from ..analyze.figures.report import Report, RunAnalysis
 from ..analyze.records.state_timeline import STATES
 from . import document as doc
-from .figure_names import NAMES, named_figure
+from .figure_names import NAMES, named_figure, state_legend
 from .numbers import amount, counted, duration, figure, joined, signed_duration
-from .page.series import times
+from .page.run_page import times
 from .sentences import sentence
 from .state_names import STATE_NAMES
 
@@ -177,8 +177,7 @@ def _states(found: StateChanges | None, lead: str) -> list[doc.Block]:
 
 def _state_chart(lead: str) -> list[doc.Block]:
     caption = "Mean of all ranks. The parts of a bar add up to the step time."
-    states = [(name, STATE_NAMES[name]) for name in STATES]
-    return [doc.Legend(states), doc.Chart("runs", caption, lead)]
+    return [state_legend(STATE_NAMES), doc.Chart("runs", caption, lead)]
 
 
 def state_verdict(row: StateChange) -> tuple[str, str]:

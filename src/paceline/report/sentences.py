@@ -1,5 +1,5 @@
 """Sentences about a run: losses, standstills, stalls and outlier steps, waits for cores, memory,
-pipelines, and the gradient noise scale.
+pipelines, the gradient noise scale, and the FLOPs of a step.
 
 The sentence of a loss says what it is, on which rank, in which steps and in which collective.
 """
@@ -14,8 +14,11 @@ from ..analyze.figures.noise_scale import NoiseScale
 from ..analyze.figures.pipeline import PipelineFigures
 from ..analyze.figures.report import Report
 from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
+from ..analyze.figures.step_work import Roofline
 from ..analyze.figures.steps import Outlier
 from ..analyze.figures.window_steps import Occurrence
+from ..cost.machine.units import format_value, join_words
+from ..cost.roofline import RooflinePoint
 from ..plurals import named_ranks, parse_ranges
 from .numbers import amount, counted, duration, ordinal, percent, size
 
@@ -282,6 +285,7 @@ def noise_scale_text(found: NoiseScale) -> str:
 def noise_scale_sentence(found: NoiseScale) -> str:
     """Return the noise scale with its interval, and what it says of a larger batch."""
     text = noise_scale_text(found)
+    text = text[0].upper() + text[1:]
     if found.samples is None:
         return f"{text}; larger batches probably still help"
     twice = found.steps_with(2 * found.global_batch)
@@ -377,13 +381,14 @@ def memory_warnings(report: Report) -> list[str]:
     for one in report.memory:
         if one.warned:
             groups.setdefault((one.kind, one.host), []).append(one)
-    return [memory_sentence(group) for group in list(groups.values())[:MAX_TOLD]]
+    texts = [memory_sentence(group) for group in list(groups.values())[:MAX_TOLD]]
+    return [text[0].upper() + text[1:] for text in texts]
 
 
-def peak_sentence(report: Report) -> str | None:
-    """Return the largest memory of a rank and its parts; None without a model of the world."""
+def peak_sentence(report: Report) -> str:
+    """Return the largest memory of a rank and its parts; "" without a model of the world."""
     if not report.peaks:
-        return None
+        return ""
     peak = report.peaks[0]
     names = ("parameters", "buffers", "gradients", "optimizer_states", "rest")
     parts = [f"{name.replace('_', ' ')} {size(n)}" for name in names if (n := getattr(peak, name))]
@@ -391,7 +396,7 @@ def peak_sentence(report: Report) -> str | None:
     host = f"; {size(peak.offloaded)} offloaded to the host" if peak.offloaded else ""
     predicted = f"; predicted: {size(peak.predicted)}" if peak.predicted is not None else ""
     return (
-        f"largest {peak.kind} memory, of {of} with layout {peak.layout}: {size(peak.bytes)} "
+        f"Largest {peak.kind} memory, of {of} with layout {peak.layout}: {size(peak.bytes)} "
         f"({', '.join(parts)}){host}{predicted}"
     )
 
@@ -422,3 +427,59 @@ def _rate(one: MemoryGrowth) -> str:
     low, high = (size(3600 * max(x, 0.0)) for x in (one.low, one.high))
     each = f", {size(one.per_step)} per step" if one.per_step else ""
     return f"{size(3600 * one.rate)} per hour ({low} to {high}){each}"
+
+
+MEASURED_ALIKE = 1.1  # factor by which two measurements of one rate may differ
+
+
+def work_sentences(report: Report) -> list[str]:
+    """Return the sentences, without full stops; empty if the FLOPs of no step were counted."""
+    work = report.work
+    if work is None:
+        return []
+    if not work.flops:
+        return [f"Step {work.step} was counted, and has no operator whose FLOPs are known"]
+    found = [
+        f"A step computes {format_value(work.flops, 'FLOP')} ({work.precision}) and moves "
+        f"{format_value(work.bytes, 'B')} through memory, {work.flops / work.bytes:.3g} FLOP/byte: "
+        f"counted on {counted(len(work.ranks), 'rank')} in step {work.step}, which the "
+        "counting made slower"
+    ]
+    if work.uncounted:
+        found.append(f"Operators with unknown FLOPs: {join_words(work.uncounted)}")
+    line = report.roofline
+    if line is None:
+        return found
+    whole = line.points.get("a step")
+    if whole is not None:
+        found.append(f"A step reaches {reaches(whole)} on {line.host} ({line.device})")
+    found += _above(line)
+    if line.assumed:
+        found.append(
+            f"paceline check has not measured {report.hosts[0]}: the roofline is that "
+            f"of {line.host}"
+        )
+    return found
+
+
+def _above(line: Roofline) -> list[str]:
+    """Explain points that lie above their roof."""
+    above = {p.bound: name for name, p in line.points.items() if p.share > MEASURED_ALIKE}
+    found = []
+    if "compute" in above:
+        found.append(
+            f"{above['compute']} is above the roof: other processes slowed paceline check down. "
+            "HINT: repeat paceline check while no other process runs"
+        )
+    if "memory" in above:
+        found.append(
+            f"{above['memory']} is above the memory roof: part of its memory traffic came from "
+            "caches"
+        )
+    return found
+
+
+def reaches(placed: RooflinePoint) -> str:
+    """Return the rate of a point, and its share of the attainable rate, in words."""
+    by = "arithmetic" if placed.bound == "compute" else "memory bandwidth"
+    return f"{format_value(placed.rate, 'FLOP/s')}, {percent(placed.share)} of what {by} allows"

@@ -98,7 +98,7 @@ def test_growth_that_ends_the_job_is_the_verdict_and_a_warning(tmp_path):
     assert verdict.verdict == "The host memory grows, and ends the job in about 68 min."
     assert "append loss.item()" in verdict.next
     (warning,) = memory_warnings(report)
-    assert warning.startswith("the host memory of rank 0 (host) grows by 7.03 GiB per hour")
+    assert warning.startswith("The host memory of rank 0 (host) grows by 7.03 GiB per hour")
     assert "the node has none left in 68 min if this continues" in warning
     text = re.sub(r"[│\s]+", " ", render(report))
     assert "The host memory of rank 0 (host) grows by 7.03 GiB per hour" in text

@@ -97,14 +97,14 @@ def test_the_table_of_axes(tmp_path):
 def test_the_table_of_axes_on_the_page(tmp_path):
     run = Run("test", [rank.record() for rank in job(tmp_path)], missing=[])
     page = single(analyse_with_window(run))
-    table = page.partition('<table id="axes">')[2].partition("</table>")[0]
+    table = page.partition('<table class="axes">')[2].partition("</table>")[0]
     rows = re.findall(r"<tr><th scope=row>([^<]+)</th>(.*?)</tr>", table)
     assert [name for name, _ in rows] == ["data", "tensor", "all ranks"]
     cells = re.findall(r">([^<]+)</td>", rows[1][1])
     assert cells[:4] == ["2", "2", "2.5 %", "15.0 %"]
     assert (
         "<th scope=row>mlp.2</th>"
-        in page.partition('<table id="layers">')[2].partition("</table>")[0]
+        in page.partition('<table class="layers">')[2].partition("</table>")[0]
     )
 
 

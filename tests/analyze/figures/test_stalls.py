@@ -8,7 +8,7 @@ from records import Rank, report_of
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
-from paceline.report.page.wording import largest_losses
+from paceline.report.losses import largest_losses
 from paceline.report.sentences import cause, outliers, sentence, troubles
 from paceline.report.terminal.run_report import render
 from paceline.report.trace import timeline

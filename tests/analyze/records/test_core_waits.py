@@ -14,8 +14,8 @@ from paceline.analyze.figures.pop import LOSSES
 from paceline.analyze.records.core_waits import OtherThreads
 from paceline.analyze.records.state_timeline import STATES, Window, build_timeline
 from paceline.record.ring.states import CoreWait, State
+from paceline.report.diagnosis.diagnosis_document import waits_for_cores
 from paceline.report.sentences import core_wait_sentence, sentence
-from paceline.report.terminal.diagnose import waits_for_cores
 from paceline.report.terminal.run_report import render
 
 

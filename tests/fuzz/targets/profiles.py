@@ -25,9 +25,13 @@ from paceline.analyze.records.operator_file import (
 from paceline.record.ring.ring import EVENT
 from paceline.record.ring.states import Op, State
 from paceline.report.console import PlainConsole
-from paceline.report.page.diagnosis_page import line_rows, operator_context
-from paceline.report.terminal.diagnosis import operators
-from paceline.report.terminal.diagnosis.lines import lines_as_json, render_lines
+from paceline.report.diagnosis.profile_tables import (
+    lines_as_json,
+    lines_section,
+    operators_as_json,
+    operators_section,
+)
+from paceline.report.terminal.draw import draw
 
 FOLDER = new_folder()
 STEP_NS = 1_000_000
@@ -104,12 +108,12 @@ def _lines(data: bytes, console: PlainConsole | None) -> None:
     if profile is None:
         return
     json.dumps(lines_as_json(profile), allow_nan=False)
-    line_rows(profile)
+    (shown,) = lines_section(profile)
     assert all(0 <= one.share <= 1 + 1e-6 for one in profile.lines())
     exchanged = measure_exchanged_calls(examined.measured)
     assert sum(one.transfer + one.wait for one in exchanged) <= 1 + 1e-6
     if console is not None:
-        console.print(*render_lines(profile))
+        console.print(*draw(shown.blocks))
 
 
 def _operators(data: bytes, console: PlainConsole | None) -> None:
@@ -118,8 +122,8 @@ def _operators(data: bytes, console: PlainConsole | None) -> None:
     profile = combine_profiles([read_operator_file(path)], [])
     if profile is None:
         return
-    json.dumps(operators.as_json(profile), allow_nan=False, default=str)
-    operator_context(profile)
+    json.dumps(operators_as_json(profile), allow_nan=False, default=str)
+    shown = operators_section(profile)
     assert all(one.share >= 0 for one in findings(profile))
     if console is not None:
-        console.print(*operators.render(profile))
+        console.print(*(line for section in shown for line in draw(section.blocks)))

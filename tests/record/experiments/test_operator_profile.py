@@ -28,7 +28,8 @@ from paceline.record.experiments.operators.operator_profile import (
     padded_share,
     write_rows,
 )
-from paceline.report.terminal.diagnosis.operators import render
+from paceline.report.diagnosis.profile_tables import operators_section
+from paceline.report.terminal.draw import draw
 
 SIDE = 192
 
@@ -98,7 +99,7 @@ def test_healthy_model_has_no_finding_and_its_products_are_named(profile):
 
 def test_terminal_names_the_products_of_a_healthy_model(profile):
     said = shown(profile(Model(functional.relu)))
-    assert "Inside the model: operators take" in said
+    assert "Operators take" in said
     assert "No unneeded work inside the model takes 5 % of a step or more. The" in said
     assert "of the roofline: " in said
     assert "mm of float32[192x192], float32[192x192] in Model.second" in said
@@ -142,7 +143,8 @@ def test_compiled_code_is_not_diagnosed():
 
 def shown(found: OperatorProfile) -> str:
     console = Console(width=200, file=io.StringIO())
-    console.print(Group(*render(found)))
+    for section in operators_section(found):
+        console.print(Group(*draw(section.blocks)))
     return " ".join(console.file.getvalue().split())
 
 

@@ -14,19 +14,18 @@ from markupsafe import Markup
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
 from ...version import __version__
-from ..document import GOOD_EFFICIENCY, PAGE, Document, parts_of
-from ..numbers import amount, counted, duration, figure, percent, size
-from .definitions import DEFINITIONS
+from ..definitions import DEFINITIONS
+from ..document import PAGE, Document, parts_of
+from ..numbers import counted, size
 
 ASSETS = Path(__file__).parent / "assets"
 
 
-def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
-    """Return the document.
+def document_page(document: Document, data: dict[str, Any]) -> str:
+    """Return the page of a document as HTML.
 
-    ``data`` is the JSON that charts.js draws, ``context`` holds the variables of the template. The
-    content security policy of the document allows only its two scripts, by their hashes: names of
-    hosts and scripts in a record cannot run anything.
+    ``data`` is the JSON that charts.js draws. The content security policy of the page allows only
+    its two scripts, by their hashes: names of hosts and scripts in a record cannot run anything.
     """
     plotly, charts = _plotly(), (ASSETS / "charts.js").read_text()
     numbers = itertools.count()
@@ -47,18 +46,12 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         number=number,
         same=lambda: last[0],
         definition=DEFINITIONS.__getitem__,
-        definitions=DEFINITIONS,
-        percent=percent,
-        bytes=size,
-        duration=duration,
-        amount=amount,
         counted=counted,
-        figure_of=figure,
         parts_of=lambda text: parts_of(text, PAGE),
-        good=GOOD_EFFICIENCY,
     )
-    return environment.get_template(template).render(
-        **context,
+    return environment.get_template("document.html").render(
+        document=document,
+        shown=document.parts(PAGE),
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
         style=Markup((ASSETS / "style.css").read_text()),
@@ -67,19 +60,6 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         hashes=Markup(" ".join(map(_hash, (plotly, charts)))),
         data=Markup(_embedded(data)),
     )
-
-
-def document_page(document: Document, data: dict[str, Any]) -> str:
-    """Return the page of a document. data: the JSON that charts.js draws."""
-    shown = document.parts(PAGE)
-    context = {
-        "title": document.title,
-        "heading": document.heading,
-        "parts": [(section.id, section.name) for section, _ in shown],
-        "document": document,
-        "shown": shown,
-    }
-    return page("document.html", data, context)
 
 
 def save(text: str, path: Path) -> str:

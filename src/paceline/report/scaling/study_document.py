@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ...analyze.records.state_timeline import STATES
 from ...analyze.reference.goal import Goal
 from ...analyze.scaling.derived import Estimate
 from ...analyze.scaling.outcomes.batch_advice import Band, BatchAdvice, batch_advice
@@ -19,7 +18,7 @@ from ...analyze.scaling.outcomes.targets import (
 )
 from ...analyze.scaling.study_model import STRONG, ScalingStudy, Setup
 from .. import document as doc
-from ..figure_names import named_figure
+from ..figure_names import named_figure, state_legend
 from ..numbers import amount, counted, duration, figure, percent, size
 from ..state_names import STATE_NAMES
 from .findings import CheckedPrediction, Findings, Fit, FittedParameter
@@ -297,7 +296,7 @@ def loss_charts(kinds: Sequence[str], more: str = "") -> list[doc.Block]:
         )
         for kind in kinds
     ]
-    return [doc.Legend([(name, STATE_NAMES[name]) for name in STATES]), doc.Charts(charts)]
+    return [state_legend(STATE_NAMES), doc.Charts(charts)]
 
 
 def _factor_table(study: ScalingStudy) -> doc.Table:

@@ -17,7 +17,7 @@ from ...cost.machine.units import format_value, join_words, size
 from ...cost.outliers import Outlier
 from ...cost.roofline import roofs
 from ..numbers import amount, counted, percent
-from .roofline import draw_roofline
+from ..roofline import draw_roofline
 
 MAX_COLLECTIVE_ROWS = 32  # of one operation in one kind of group
 MAX_HOST_COLUMNS = 4  # for more hosts, the table shows the median and the worst host

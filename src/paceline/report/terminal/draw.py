@@ -11,6 +11,18 @@ from .. import document as doc
 from ..console import PlainConsole, output_width
 from ..verdict.verdict import Verdict
 
+STATE_COLOURS = {
+    "useful": "green",
+    "input": "yellow",
+    "checkpoint": "cyan",
+    "validation": "blue",
+    "starved": "bright_red",
+    "other": "bright_black",
+    "bubble": "bright_yellow",
+    "wait": "red",
+    "transfer": "magenta",
+    "background": "bright_black",
+}
 STYLES = {
     doc.LEAD: "bold",
     doc.STRONG: "bold",
@@ -22,12 +34,13 @@ STYLES = {
     doc.WORSE: "bold red",
     doc.FAILED: "red",
     doc.QUESTION: "bold yellow",
+    **{f"state-{state}": colour for state, colour in STATE_COLOURS.items()},
 }
 
 
 def draw_panel(document: doc.Document) -> Panel:
     """Return a document in a frame with its title."""
-    return Panel(Group(*draw_document(document)), title=document.title, expand=False)
+    return Panel(Group(*draw_document(document)), title=_text(document.title), expand=False)
 
 
 def print_panel(make: Callable[[int], doc.Document]) -> None:
@@ -36,9 +49,10 @@ def print_panel(make: Callable[[int], doc.Document]) -> None:
     console.print(draw_panel(make(console.width)))
 
 
-def print_document(document: doc.Document) -> None:
-    """Print a document to standard output, without a frame."""
-    PlainConsole().print(Group(*draw_document(document)))
+def print_document(make: Callable[[int], doc.Document]) -> None:
+    """Print the document of a number of columns to standard output, without a frame."""
+    console = PlainConsole()
+    console.print(Group(*draw_document(make(console.width))))
 
 
 def draw_document(document: doc.Document) -> list[RenderableType]:
@@ -67,14 +81,15 @@ def draw(blocks: Iterable[doc.Block]) -> list[RenderableType]:
             found.append(_text(block.text, doc.STRONG))
         elif isinstance(block, doc.Item):
             found += [_item(block), Text()]
+        elif isinstance(block, doc.Items):
+            found += map(_item, block.items)
         elif isinstance(block, doc.Conclusion):
             found.append(verdict_table(block.verdict))
     return found
 
 
 def _item(item: doc.Item) -> Text:
-    drawn = Text().append(item.label.text, STYLES.get(item.label.style)).append("  ")
-    drawn.append_text(_text(item.text))
+    drawn = _text(item.label).append("  ").append_text(_text(item.text))
     for line in map(_text, item.lines):
         if line.plain:
             drawn.append("\n  ").append_text(line)
@@ -83,20 +98,26 @@ def _item(item: doc.Item) -> Text:
 
 def draw_table(table: doc.Table) -> Table:
     """Return a table without lines; only its last column is broken, if that has text."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1 if table.is_dense else 2, 0, 0))
-    last = table.columns[-1]
-    for column in table.columns:
-        no_wrap = column.right or not (column is last or last.right)
+    columns, rows = table.shown(doc.TERMINAL)
+    padding = (0, 1 if table.is_dense else 2, 0, 0)
+    is_wide = any(column.ratio for column in columns)
+    drawn = Table(box=None, pad_edge=False, padding=padding, expand=is_wide)
+    last = columns[-1]
+    for column in columns:
         drawn.add_column(
-            column.heading, justify="right" if column.right else "left", no_wrap=no_wrap
+            column.heading,
+            justify="right" if column.right else "left",
+            no_wrap=column.right or not (column is last or last.right),
+            width=column.width or None,
+            ratio=column.ratio or None,
         )
-    for row in table.rows:
+    for row in rows:
         drawn.add_row(*map(_text, row.cells), style=STYLES.get(row.style))
     return drawn
 
 
 def _text(text: doc.Text, style: str = "") -> Text:
-    drawn = Text(style=STYLES.get(style, ""))
+    drawn = Text(style=STYLES.get(style, ""), no_wrap=style == doc.FIXED)
     for part in doc.parts_of(text, doc.TERMINAL):
         drawn.append(part.text, STYLES.get(part.style))
     return drawn

@@ -15,7 +15,7 @@ from ...analyze.records.state_timeline import STATES
 from ...plurals import named_ranks, shared_place
 from ..numbers import amount, counted, elapsed
 from ..state_names import STATE_NAMES
-from .run_report import COLOURS
+from .draw import STATE_COLOURS
 
 MAX_RANK_ROWS = 16  # most ranks with one row each; larger jobs get one row per host, and MOST ranks
 MAX_LISTED_RANKS = 8
@@ -133,7 +133,7 @@ def _table(view: LiveView, width: int, most: int) -> Table:
     table.add_column("rank", width=label, no_wrap=True, overflow="ellipsis")
     table.add_column("", width=bar, no_wrap=True)
     for name, head in zip(shown, heads, strict=True):
-        table.add_column(Text(head, style=COLOURS[name]), justify="right", no_wrap=True)
+        table.add_column(Text(head, style=STATE_COLOURS[name]), justify="right", no_wrap=True)
     for name, shares in rows:
         cells = [f"{100 * shares[state]:.0f} %" for state in shown]
         table.add_row(Text(_cropped(name, label)), _bar(shares, bar), *cells)
@@ -188,7 +188,7 @@ def _bar(shares: dict[str, float], width: int) -> Text:
     for state in STATES:
         reached += shares[state]
         upto = min(width, round(reached * width))
-        text.append(SIGNS[state] * (upto - drawn), style=COLOURS[state])
+        text.append(SIGNS[state] * (upto - drawn), style=STATE_COLOURS[state])
         drawn = max(drawn, upto)
     return text
 

@@ -30,7 +30,11 @@ class Verdict:
 
 def begin_sentence(text: str) -> str:
     """Return the text with a capital letter at the start and a full stop at the end."""
-    text = text[:1].upper() + text[1:]
+    return end_sentence(text[:1].upper() + text[1:])
+
+
+def end_sentence(text: str) -> str:
+    """Return the text with a full stop at the end."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 

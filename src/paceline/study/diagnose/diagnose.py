@@ -46,8 +46,8 @@ from ...knobs.settings import Setting, write_settings
 from ...plurals import counted, named_ranks
 from ...predict import history
 from ...predict.remedies import read_script, remedies
+from ...report.diagnosis.intervals import format_gain
 from ...report.numbers import percent
-from ...report.remedies import format_gain
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .ladder import climb_ladder
 from .run_script import OutOfTimeError, RunRequest

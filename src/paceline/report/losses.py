@@ -1,13 +1,17 @@
-"""Explanations on the page, written for readers without experience with profilers."""
+"""The largest losses of a run, with explanations for readers without experience with profilers."""
 
 from dataclasses import dataclass
 
-from ...analyze.figures.losses import Loss
-from ...analyze.figures.report import Report
-from ...analyze.figures.stalls import STILL
-from ..numbers import amount, counted, duration, percent, size
-from ..sentences import doing, sentence
-from ..terminal.run_report import MAX_DESCRIBED_LOSSES
+from ..analyze.figures.losses import Loss
+from ..analyze.figures.report import Report
+from ..analyze.figures.stalls import STILL
+from . import document as doc
+from .numbers import percent, size
+from .sentences import doing, sentence
+from .verdict.verdict import begin_sentence
+
+MAX_DESCRIBED_LOSSES = 3
+MIN_LISTED_LOSS = 0.001  # of all ranks' time
 
 # Why a loss occurs, and where to look: by kind of the loss, or by what the late rank did longer.
 _OWN = {
@@ -122,8 +126,31 @@ class Explanation:
 
 def largest_losses(report: Report) -> list[Explanation]:
     """Return the largest losses with explanations."""
-    found = [loss for loss in report.losses if loss.share >= 0.001][:MAX_DESCRIBED_LOSSES]
+    found = [loss for loss in report.losses if loss.share >= MIN_LISTED_LOSS][:MAX_DESCRIBED_LOSSES]
     return [_explain(loss, report) for loss in found]
+
+
+def loss_items(report: Report, path: str = "") -> tuple[list[doc.Item], float]:
+    """Return the largest losses as a list, and the share of the others.
+
+    Args:
+        path: Of the report in the JSON.
+    """
+    found = largest_losses(report)
+    items = []
+    for number, one in enumerate(found):
+        share = doc.Part(percent(one.share), doc.STRONG, f"{path}losses.{number}.share")
+        why = one.why
+        if one.together is not None:
+            is_wait = report.losses[number].kind == "wait"
+            other = "time of this rank itself" if is_wait else "waits of the other ranks for it"
+            why += f" Together with the {other}: {percent(one.together)} of all ranks' time."
+        explained = [
+            doc.Part(text, where=doc.PAGE) for text in (why, f"Where to look: {one.look}.")
+        ]
+        label = [doc.Part(f"{number + 1}. ", where=doc.TERMINAL), share]
+        items.append(doc.Item(label, one.what, explained))
+    return items, sum(loss.share for loss in report.losses) - sum(one.share for one in found)
 
 
 def _explain(loss: Loss, report: Report) -> Explanation:
@@ -137,8 +164,8 @@ def _explain(loss: Loss, report: Report) -> Explanation:
         why, look = (part.format(rank=rank) for part in _LATE[doing(loss, report)])
     else:
         why, look = _OWN[loss.kind]
-    what = sentence(loss, report)
-    return Explanation(loss.share, what[0].upper() + what[1:], why, look, _together(loss, report))
+    what = begin_sentence(sentence(loss, report))
+    return Explanation(loss.share, what, why, look, _together(loss, report))
 
 
 def _rate(loss: Loss, report: Report) -> str:
@@ -162,22 +189,3 @@ def _together(loss: Loss, report: Report) -> float | None:
         if kind == (one.doing if one.kind == "wait" else one.kind)
     ]
     return sum(halves) if len(halves) > 1 else None
-
-
-def achieved(report: Report) -> str:
-    """Return what the job did, in one or two sentences."""
-    ranks = counted(report.size, "rank")
-    hosts = len(set(report.hosts))
-    on = f" on {hosts} nodes" if hosts > 1 else ""
-    if report.window_s is None or report.efficiencies is None:
-        return f"{ranks}{on} ran for {duration(report.wall_s)}: too few steps to measure."
-    rate = f", {amount(report.samples_per_s)} samples/s" if report.samples_per_s else ""
-    median = report.step_times
-    step = f", {duration(median.median_s)} per step" if median is not None else ""
-    useful = report.efficiencies.useful
-    return (
-        f"{ranks}{on} trained {counted(report.steps, 'step')} in "
-        f"{duration(report.wall_s)}{rate}{step}. "
-        f"{percent(useful)} of the ranks' time was useful (computing for the model), "
-        f"{percent(1 - useful)} was lost."
-    )

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .numbers import counted, elapsed, percent
+from ..numbers import counted, elapsed, percent
 
 NAMES = {
     "validation": "validation",

@@ -1,24 +1,18 @@
-"""Proposed and measured remedies of a diagnosis, as tables for terminal and page and as JSON."""
+"""Proposed and measured remedies of a diagnosis, for terminal, page and JSON."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..analyze.diagnosis.remedy import PredictionError, Remedy, TrialResults
-from ..analyze.diagnosis.rungs import Interval, Waterfall
-from . import document as doc
-from .numbers import percent
-
-
-def format_gain(gain: Interval | None) -> str:
-    """Format a gain in throughput, as in "+31 % (28 to 34)"."""
-    if gain is None:
-        return "?"
-    text = f"{100 * gain.mean:+.0f} %"
-    if math.isfinite(gain.low) and math.isfinite(gain.high):
-        text += f" ({100 * gain.low:.0f} to {100 * gain.high:.0f})"
-    return text
+from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.remedy import PredictionError, Remedy, TrialResults
+from ...analyze.diagnosis.rungs import Interval
+from ...analyze.diagnosis.table import INDICATORS
+from .. import document as doc
+from ..numbers import amount, percent
+from .causes import cause_blocks
+from .intervals import format_gain, gain_around
+from .waterfall import lead, rate_unit, waterfall_chart
 
 
 def set_to(remedy: Remedy) -> str:
@@ -49,7 +43,7 @@ def proposed_table(remedies: Sequence[tuple[int, Remedy]], path: str) -> doc.Tab
         code = [doc.Part(" ", where=doc.PAGE), doc.Part(one.code, doc.CODE, where=doc.PAGE)]
         how: doc.Text = [f"{sets}{how_to_apply(one)}", *code * bool(one.code)]
         source = doc.Part(one.source, figure=f"{at}.source")
-        rows.append(doc.Row([f"  {set_to(one)}", _gain(one.gain, f"{at}.gain"), source, how]))
+        rows.append(doc.Row([f"  {set_to(one)}", gain_around(one.gain, f"{at}.gain"), source, how]))
     columns = [
         doc.Column("remedy", right=False, term="remedy"),
         doc.Column("predicted gain", right=False, term="predicted gain"),
@@ -77,7 +71,7 @@ def tried_table(tried: TrialResults) -> doc.Table | None:
     for number, one in enumerate(tried.trials):
         at = f"tried.{number}"
         kept = doc.Part("kept", doc.GOOD) if one.kept else one.why
-        gains = (_gain(one.predicted, f"{at}.predicted"), _gain(one.gain, f"{at}.gain"))
+        gains = (gain_around(one.predicted, f"{at}.predicted"), gain_around(one.gain, f"{at}.gain"))
         rows.append(doc.Row([f"  {set_to(one.remedy)}", *gains, kept]))
     columns = [
         doc.Column("tried remedy", right=False, term="remedy"),
@@ -86,27 +80,6 @@ def tried_table(tried: TrialResults) -> doc.Table | None:
         doc.Column("", right=False),
     ]
     return doc.Table(columns, rows)
-
-
-def _gain(gain: Interval | None, path: str) -> doc.Text:
-    """Return a gain, on a page with the parts that are in the JSON."""
-    if gain is None:
-        return "?"
-    shown: list[doc.Part] = [doc.Part(format_gain(gain), where=doc.TERMINAL)]
-    shown.append(doc.Part(_rise(gain.mean), figure=f"{path}.mean", where=doc.PAGE))
-    if math.isfinite(gain.low):
-        shown += [
-            doc.Part(" (", where=doc.PAGE),
-            doc.Part(_rise(gain.low), figure=f"{path}.low", where=doc.PAGE),
-            doc.Part(" to ", where=doc.PAGE),
-            doc.Part(_rise(gain.high), figure=f"{path}.high", where=doc.PAGE),
-            doc.Part(")", where=doc.PAGE),
-        ]
-    return shown
-
-
-def _rise(share: float) -> str:
-    return f"{100 * share:+.1f} %"
 
 
 NOTHING_TRIED = "Paceline tried no remedy: no cause has one that it can set without a script edit."
@@ -142,18 +115,84 @@ def loss_changes(tried: TrialResults) -> list[str]:
     return lines
 
 
-def before_after_table(before: Waterfall, after: Waterfall, names: Mapping[str, str]) -> doc.Table:
-    """Return two waterfalls, as shares of a step's time."""
+def remedies_section(found: Diagnosis) -> list[doc.Section]:
+    """Return the proposed remedies, or the measured ones and those that remain after them."""
+    tried = found.tried
+    if tried is None:
+        blocks = _proposed(list(enumerate(found.remedies)), "remedies", found.off)
+        note = doc.text(
+            "Each gain is for this remedy alone. `--try all` measures those that Paceline can set, "
+            "and keeps those that are faster."
+        )
+        if blocks:
+            blocks.append(doc.Line(note, doc.MUTED, doc.PAGE))
+        heading = doc.Part("Proposed remedies", where=doc.PAGE)
+        return [doc.Section("remedies", "Remedies", blocks, heading)]
+    table = tried_table(tried)
+    blocks = [table if table is not None else doc.Line(NOTHING_TRIED)]
+    blocks += map(doc.Line, loss_changes(tried))
+    left = [(at, one) for at, one in enumerate(found.remedies) if one.knob not in tried.decided]
+    path = "remedies"
+    if found.after is not None and found.after.waterfall is not None and found.waterfall:
+        blocks += _kept(found)
+        left, path = list(enumerate(found.after.remedies)), "after.remedies"
+    if left:
+        blocks += [doc.BLANK, doc.Heading("Remaining remedies", doc.PAGE)]
+        blocks += _proposed(left, path, found.off)
+    heading = doc.Part("Tried remedies", where=doc.PAGE)
+    return [doc.Section("remedies", "Remedies", blocks, heading)]
+
+
+def _proposed(
+    remedies: Sequence[tuple[int, Remedy]], path: str, off: Mapping[str, PredictionError]
+) -> list[doc.Block]:
+    """Return remedies with their predicted gains, and errors of earlier predictions."""
+    if not remedies:
+        return []
+    errors = prediction_errors([one for _, one in remedies], off)
+    return [proposed_table(remedies, path), *(doc.Line(line, doc.MUTED) for line in errors)]
+
+
+def _kept(found: Any) -> Iterable[doc.Block]:
+    """Return the training with the remedies that were kept: gain, chart, causes that remain."""
+    before, after, gain = found.waterfall, found.after.waterfall, found.tried.confirmed
+    rates = (before.measured.mean, after.measured.mean)
+    ratio, unit = rates[1] / rates[0], rate_unit(found.report)
+    said, faster = (
+        f"From {amount(rates[0])} to {amount(rates[1])} {unit}: {ratio:.3g} times.",
+        ratio > 1,
+    )
+    speedup = (amount(ratio), "after.waterfall.measured.mean/waterfall.measured.mean")
+    if gain is not None:
+        said, faster = describe_confirmed(gain), gain.low > 0
+        speedup = (amount(found.tried.faster), "faster")
+    ideal = "after.waterfall.measured.mean/after.waterfall.ideal.mean"
+    yield from (doc.BLANK, doc.Heading("With the kept remedies", doc.PAGE))
+    yield doc.Line(said, doc.BETTER if faster else doc.STRONG)
+    yield doc.Facts(
+        [
+            doc.Fact(f"before, {unit}", amount(rates[0]), "waterfall.measured.mean"),
+            doc.Fact(f"after, {unit}", amount(rates[1]), "after.waterfall.measured.mean"),
+            doc.Fact("speed-up", *speedup, term="speed-up"),
+            doc.Fact("of the ideal", percent(after.reached), ideal, term="of the ideal"),
+        ]
+    )
     rows = []
-    for one in dict.fromkeys(bar.id for w in (before, after) for bar in w.bars):
-        found = [w.of_step(one) for w in (before, after)]
-        rows.append(doc.Row([f"  {names[one]}", *(percent(x.mean) if x else "" for x in found)]))
+    for name in dict.fromkeys(bar.id for w in (before, after) for bar in w.bars):
+        shares = [w.of_step(name) for w in (before, after)]
+        cells = [percent(share.mean) if share else "" for share in shares]
+        rows.append(doc.Row([f"  {INDICATORS[name].title}", *cells]))
     rows.append(doc.Row(["  of the ideal", percent(before.reached), percent(after.reached)]))
     columns = [doc.Column("of a step's time", right=False), *map(doc.Column, ("before", "after"))]
-    return doc.Table(columns, rows)
+    yield doc.Table(columns, rows, doc.TERMINAL)
+    yield waterfall_chart("after", after, unit)
+    yield doc.BLANK
+    if not found.after.causes:
+        yield doc.Line(lead(found.after), doc.STRONG)
+    yield from cause_blocks(found.after, "after.")
 
 
-def as_json(found: Any) -> dict[str, Any]:
+def remedies_as_json(found: Any) -> dict[str, Any]:
     """Return the remedies as JSON, in the format of docs/reference/formats/json.md."""
     return {
         "remedies": [asdict(one) for one in found.remedies],

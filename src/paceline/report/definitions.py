@@ -4,7 +4,7 @@ The page shows them as tooltips. docs/reference/glossary.md includes those of ``
 docs/reference/measures.md lists those that neither it nor the glossary defines elsewhere.
 """
 
-from ...analyze.diagnosis.table import INDICATORS
+from ..analyze.diagnosis.table import INDICATORS
 
 DEFINITIONS = {
     # states

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from ...cost.machine.units import format_value
-from ...cost.roofline import Roof, RooflinePoint
+from ..cost.machine.units import format_value
+from ..cost.roofline import Roof, RooflinePoint
 
 _MIN_COLUMNS_ROWS = (32, 8)
 _LABEL_COLUMNS = 13  # left of the axis

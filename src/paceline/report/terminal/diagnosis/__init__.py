@@ -1,1 +1,0 @@
-"""Parts of the terminal text of a diagnosis."""
