@@ -1,5 +1,6 @@
 """Every term of the page has its definition on hover and keyboard focus, shared with the docs."""
 
+import ast
 import itertools
 import re
 from pathlib import Path
@@ -27,14 +28,22 @@ TERMS = """() => [...document.querySelectorAll(".term")].map((one) => [
   one.tabIndex, document.getElementById(one.getAttribute("aria-describedby")).textContent])"""
 
 
+def keys_of_texts(source):
+    """Yield the keys in texts of documents: "[label|key]", or "[key]" where the key is defined."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for label, key in re.findall(r"\[([^][|]+)(\|[a-z][a-zA-Z -]+)?\]", node.value):
+                if key or label in DEFINITIONS:
+                    yield key[1:] or label
+
+
 def used_keys():
     """Return the keys of the definitions that templates and tables of the page refer to."""
     text = "".join(path.read_text() for path in ASSETS.rglob("*.html"))
     keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
     for path in ASSETS.parents[1].rglob("*.py"):
         keys |= set(re.findall(r'\bterm="([^"]+)"', path.read_text()))
-        labels = re.findall(r"\[(?:[^]|]+\|)?([a-zA-Z -]+)\]", path.read_text())
-        keys |= set(labels) & set(DEFINITIONS)
+        keys |= set(keys_of_texts(path.read_text()))
     keys |= {f"held by {name}" for name in INDICATORS} | set(STATES)
     keys |= {named_figure(name).term for name in FIGURES} | set(VERDICTS)
     return keys | {collective_name(op) for op in Op} & set(DEFINITIONS)

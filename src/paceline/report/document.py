@@ -56,7 +56,7 @@ def parts_of(text: Text, where: str) -> list[Part]:
 
 
 def text(template: str, where: str = BOTH, **parts: Part) -> list[Part]:
-    """Return a text with terms and code: "[label|key of its definition], `code`, {part}".
+    """Return a text with terms and code: "[label|KEY], `code`, {part}"; KEY of a definition.
 
     A term without a key has that of its label. Texts of users are passed as parts.
     """
