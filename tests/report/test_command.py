@@ -43,8 +43,8 @@ def test_report_of_one_record_has_states_efficiencies_and_losses(tmp_path):
     assert re.search(r"useful +\d+\.\d %", text)
     for name in ("parallel efficiency", "load balance", "serialisation", "transfer"):
         assert re.search(rf"{name} +[01]\.\d\d", text), name
-    assert "waiting for rank 3 (node1), which computed longer; mostly in all-reduce" in flat
-    assert "all-reduce itself, after the last rank had arrived" in flat
+    assert "Waiting for rank 3 (node1), which computed longer; mostly in all-reduce" in flat
+    assert "All-reduce itself, after the last rank had arrived" in flat
     assert "in all steps" in flat
     assert "recording cost" in flat
 

@@ -51,7 +51,7 @@ RIGHT = {
         "open(self._folder.open_file(name), 'rb')": "a descriptor of security's",
     },
     "data/staging/shard_server.py": {
-        "open(folder.open_file(name), 'rb')": "a descriptor of security's",
+        "open(self._folder.open_file(shard.file), 'rb')": "a descriptor of security's",
     },
     "data/staging/peer_transfer.py": {"file.truncate()": "of an open file"},
     "data/staging/fetch_shards.py": {
@@ -174,7 +174,7 @@ REMOVERS = {"rmtree", "unlink", "rmdir", "remove", "mkdtemp", "TemporaryDirector
 RIGHT_REMOVALS = {
     "checkpoint/unfinished_folder.py": {"os.unlink", "path.unlink", "path.rmdir"},  # after a proof
     "data/format/shard_format.py": {"path.unlink", "part.unlink"},  # a file that is replaced
-    "data/packing/export.py": {"one.unlink", "path.rmdir", "path.unlink"},  # --fresh
+    "data/packing/export.py": {"file.unlink", "path.rmdir", "path.unlink"},  # --fresh
     "data/packing/shard_writer.py": {  # files of the work folder
         "self._path.unlink",
         "(self.work / f'shard-{self._completing_number:05}.part').unlink",
@@ -189,7 +189,7 @@ RIGHT_REMOVALS = {
     "record/experiments/protected_run.py": {"folder.parent.rmdir"},  # removes an empty folder only
     "record/ring/ring.py": {"path.unlink", "self.path.unlink"},  # in the job's folder
     "study/environment/check_packed.py": {"part.unlink"},  # a random name
-    "study/probe/measure/storage.py": {"one.path.unlink"},  # in its temporary folder
+    "study/probe/measure/storage.py": {"file.path.unlink"},  # in its temporary folder
     "study/tune/journal.py": {"os.unlink"},  # the link that is Optuna's lock
     "study/tune/trial_folder.py": {"self.end_file.unlink"},  # in the trial's folder
 }
