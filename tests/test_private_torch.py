@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.parallel.sharded.block_usage import groups_of
+from paceline.parallel.sharded.fully_sharded import groups_of
 
 SOURCE = Path(paceline.__file__).parent
 

@@ -13,7 +13,7 @@ from paceline.observe.facts.models import ModelFacts, ParameterFacts
 from paceline.observe.facts.ranks import RankFacts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.observe.facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
-from paceline.observe.sketch import SketchTable
+from paceline.observe.observation import SketchTable
 
 FEATURES, HIDDEN = 6, 16
 LOADER, LOOP, BACKWARD, STEP, MODEL, OPTIMIZER = (

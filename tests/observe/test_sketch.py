@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from paceline.observe.sketch import SketchTable, sketch
+from paceline.observe.observation import SketchTable, sketch
 from paceline.observe.sketch_rows import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
 
 

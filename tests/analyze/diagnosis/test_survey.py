@@ -9,7 +9,7 @@ from paceline.analyze.diagnosis.rare_events import book_rare, pooled, survey
 from paceline.analyze.diagnosis.rungs import measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
-from paceline.report.diagnosis.survey import describe_survey
+from paceline.report.diagnosis.diagnosis_document import describe_survey
 
 STEP, COMPUTE, VALIDATION = 20, 15, 500  # ms
 STEP_S, VALIDATION_S = STEP / 1e3, VALIDATION / 1e3

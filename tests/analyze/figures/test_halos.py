@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from paceline.analyze.figures.rank_placement import HaloLayer, halo_layers
+from paceline.analyze.figures.report import HaloLayer, halo_layers
 from paceline.record.ring.header_schema import parse_header
 
 

@@ -17,7 +17,7 @@ from paceline.observe.facts.events import (
 from paceline.observe.facts.models import ParameterFacts, StateFacts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.observe.facts.steps import ScheduleFacts
-from paceline.observe.sketch import SketchTable
+from paceline.observe.observation import SketchTable
 from trainings import LOADER, LOOP, OPTIMIZER, STEP, Training, shuffled, train, verified
 
 

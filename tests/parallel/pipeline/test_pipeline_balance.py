@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
-from paceline.parallel.pipeline.divide_model import MAX_SAMPLES, _few_samples
+from paceline.parallel.pipeline.divide_model import (
+    MAX_SAMPLES,
+    StageMemory,
+    _few_samples,
+    held_micro_batches,
+    measure_units,
+)
 from paceline.parallel.pipeline.execution.sharded_parameters import owners_of
 from paceline.parallel.pipeline.partition import (
     DoesNotFitError,
@@ -21,7 +27,6 @@ from paceline.parallel.pipeline.partition import (
     units_of_trace,
 )
 from paceline.parallel.pipeline.trace import Skeleton
-from paceline.parallel.pipeline.unit_costs import StageMemory, held_micro_batches, measure_units
 
 X, Y = torch.ones(8, 6), torch.zeros(8, dtype=torch.long)
 

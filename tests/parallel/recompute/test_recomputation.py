@@ -13,13 +13,13 @@ from paceline.parallel import memory_budget
 from paceline.parallel.blocks import recomputed_blocks
 from paceline.parallel.recompute import recomputation
 from paceline.parallel.recompute.recomputation import (
+    ReplayedBuffers,
     Way,
     choose_ways,
     least_bytes,
     peak_bytes,
     recompute_blocks,
 )
-from paceline.parallel.recompute.replay import ReplayedBuffers
 
 
 class Block(nn.Module):

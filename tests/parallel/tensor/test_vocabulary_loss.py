@@ -11,7 +11,7 @@ from tensor_threads import on_threads
 from torch import nn
 
 from paceline import Layout
-from paceline.parallel.tensor.rules import losses
+from paceline.parallel.tensor.rules import layers
 from paceline.parallel.tensor.split_tensor import SplitTensor
 from paceline.parallel.tensor.splits import Split
 
@@ -160,13 +160,13 @@ def test_the_loss_is_compared_with_that_of_whole_outputs(monkeypatch):
 
     for found in thread_ranks.run(compared, 2):
         assert found == pytest.approx(expected, rel=1e-5)
-    plain = losses._Terms.of_classes
+    plain = layers._Terms.of_classes
 
     def wrong(*args):
         values, norm = plain(*args)
         return values * 1.01, norm
 
-    monkeypatch.setattr(losses._Terms, "of_classes", wrong)
+    monkeypatch.setattr(layers._Terms, "of_classes", wrong)
     for error in thread_ranks.run(compared, 2, outcomes=True):
         assert "F.cross_entropy" in str(error)
         assert "differs from that of the whole tensors by 0.01" in str(error)

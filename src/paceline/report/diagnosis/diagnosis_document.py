@@ -1,5 +1,6 @@
 """Diagnosis for terminal, page and JSON: causes of lost time, their evidence, remedies."""
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -19,8 +20,44 @@ from .causes import cause_blocks
 from .intervals import format_share, rate_around, share_around
 from .profile_tables import lines_as_json, lines_section, operators_as_json, operators_section
 from .remedies import remedies_as_json, remedies_section
-from .survey import describe_survey
 from .waterfall import indicator_name, lead, rate_unit, waterfall_data, waterfall_section
+
+# Sentences about the survey of ``paceline diagnose``: what happens seldom in the training.
+
+NAMES = {
+    "validation": "validation",
+    "checkpoint": "checkpoints",
+    "input": "waiting for input",
+    "other": "the script's own work",
+}
+SURVEY_SHARE = 0.25  # of the time budget, at most
+
+
+def describe_survey(seen: Any, minutes: float) -> list[str]:
+    """Return sentences without full stops.
+
+    Args:
+        seen: A ``Survey`` of analyze/diagnosis/rare_events.py.
+        minutes: The time budget of the diagnosis.
+    """
+    events = []
+    for one in seen.events:
+        name = NAMES.get(one.kind, one.kind)
+        often = f"every {one.period} steps" if one.period else f"in {counted(one.count, 'step')}"
+        often = "at the end of each epoch" if one.at_epoch_ends else often
+        events.append(f"{name} {percent(one.share)} ({often})")
+    over = f"{counted(seen.steps, 'step')} of the unchanged script in {elapsed(seen.seconds)}"
+    said = [f"{over} had no validation, no checkpoint and no other event that few steps have"]
+    if events:
+        said = [f"{over}, as shares of the time of all ranks: {'; '.join(events)}"]
+    if seen.missing_s:
+        more = math.ceil(minutes + seen.missing_s / SURVEY_SHARE / 60)
+        said.append(
+            f"The survey did not reach the end of the first epoch ({seen.epoch_batches} batches): "
+            f"what happens only there is not in these figures. HINT: --minutes {more} reaches it"
+        )
+    return said
+
 
 MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed
 

@@ -3,8 +3,6 @@
 Importing this package registers them.
 """
 
-from . import layers, losses, products
-from . import layers as order
-from . import products as attention
+from . import layers, products
 
-RULES_OF = (attention, layers, losses, order, products)
+RULES_OF = (layers, products)
