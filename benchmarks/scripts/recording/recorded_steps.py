@@ -11,6 +11,7 @@ import gc
 import inspect
 import itertools
 import json
+import operator
 import sys
 import time
 from collections.abc import Iterator
@@ -31,13 +32,21 @@ from paceline.record.ring import stack_sampler
 from paceline.record.ring.recorder import Recorder, now
 from paceline.record.ring.states import State
 
-SEAMS = [  # what record.patches replaces, and how it calls what was there
-    (nn.Module, "__call__", "original"),
-    (torch.autograd, "_engine_run_backward", "original"),
-    (optim.Optimizer, "zero_grad", "function"),
-    (dataloader._BaseDataLoaderIter, "__next__", "fetch"),
-    (dataloader.DataLoader, "__iter__", "make"),
+SEAMS = [  # what the recorder replaces
+    (nn.Module, "__call__"),
+    (torch.autograd, "_engine_run_backward"),
+    (optim.Optimizer, "zero_grad"),
+    (dataloader._BaseDataLoaderIter, "__next__"),
+    (dataloader.DataLoader, "__iter__"),
 ]
+INNER = ("original", "function")  # names of the replaced function in its wrappers
+
+
+def replaced(wrapper: Any) -> Any:
+    """Return the function that wrappers of the recorder have replaced."""
+    found = inspect.getclosurevars(wrapper).nonlocals
+    inner = next((found[name] for name in INNER if name in found), None)
+    return wrapper if inner is None else replaced(inner)
 
 
 class Recording:
@@ -45,18 +54,15 @@ class Recording:
 
     def __init__(self) -> None:
         self.recorder: Recorder = attach._loop.recorder
-        self.recorded = [getattr(place, name) for place, name, _ in SEAMS]
-        self.plain = [
-            inspect.getclosurevars(patch).nonlocals[inner]
-            for patch, (_, _, inner) in zip(self.recorded, SEAMS, strict=True)
-        ]
+        self.recorded = [getattr(place, name) for place, name in SEAMS]
+        self.plain = [replaced(wrapper) for wrapper in self.recorded]
+        assert all(map(operator.ne, self.recorded, self.plain))
         self.hooks = [optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks]
         self.hooked = [dict(hooks) for hooks in self.hooks]
 
     def switch(self, on: bool) -> None:
-        for (place, name, _), function in zip(
-            SEAMS, self.recorded if on else self.plain, strict=True
-        ):
+        functions = self.recorded if on else self.plain
+        for (place, name), function in zip(SEAMS, functions, strict=True):
             setattr(place, name, function)
         for hooks, all_hooks in zip(self.hooks, self.hooked, strict=True):
             hooks.clear()
