@@ -153,6 +153,8 @@ def run(function, ranks=2, *, seed=0, device="cpu", outcomes=False, **options):
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            # PyTorch destroys a thread's cache of DTensor without the GIL, which ends the process
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
     group = threaded.ProcessLocalGroup
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
