@@ -17,13 +17,14 @@ from typing import Any, BinaryIO
 
 from crc32c import crc32c
 
+from ...security.files import write_all
 from ...security.folders import Folder
 from ..format import shard_format
 from ..format.meta_schema import MAX_META_BYTES, Shard
 from ..format.shard_format import DataError
 from .origin import Origin
 from .peer_transfer import PEER_CHECK_DELAY_S, POLL_INTERVAL_S, PeerTransfer, StoreLostError
-from .shard_server import UNCHECKED, write_all
+from .shard_server import UNCHECKED
 
 FETCHERS = 4  # threads that fetch shards, each from one host at a time
 CHUNK = 256 << 10  # bytes; the kernel can take several times as long to allocate larger ones
@@ -312,7 +313,7 @@ def _copy(origin: Origin, shard: Shard, to: BinaryIO) -> bool:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while size := file.readinto(buffer):
             crc = crc32c(buffer[:size], crc)
-            write_all(to, buffer[:size])
+            write_all(to.fileno(), buffer[:size])
     if shard.crc not in (crc, UNCHECKED):
         raise DataError(path, -1, 0, "a byte has changed (its checksum differs)")
     return True

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from crc32c import crc32c
 
+from ...security.files import write_all
 from ...security.folders import Folder
 from ...security.handshake import Acceptor, Handshake, HandshakeError, HandshakeStep
 from ..format.meta_schema import Shard
@@ -168,18 +169,11 @@ def fetch_shard(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
                 piece = buffer[: min(left, PIECE_BYTES)]
                 _receive_into(channel, piece, ANSWER_TIMEOUT_S)
                 crc, left = crc32c(piece, crc), left - len(piece)
-                write_all(file, piece)
+                write_all(file.fileno(), piece)
     except EOFError:
         raise ConnectionError(f"{host.split()[0]} closed the connection") from None
     if shard.crc not in (crc, UNCHECKED):
         raise DataError(Path(shard.file), -1, 0, "arrived with another checksum")
-
-
-def write_all(file: BinaryIO, piece: memoryview) -> None:
-    """Write a whole piece to an unbuffered file."""
-    done = 0
-    while done < len(piece):
-        done += file.write(piece[done:])
 
 
 def _receive_size(channel: socket.socket, seconds: float) -> int:
