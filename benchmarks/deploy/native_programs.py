@@ -19,7 +19,7 @@ from paceline.deploy.specification import TensorSpec
 
 SOURCES = SCRIPTS / "deploy"
 sys.path.insert(0, str(SOURCES))
-from models import build  # noqa: E402
+from models import build  # noqa: E402  after its folder is on the path
 
 
 def build_program(name: str, folder: Path) -> Path:

@@ -23,10 +23,10 @@ if args.cyclic:  # as srun --distribution=cyclic places them; before torch looks
     hosts = int(os.environ["WORLD_SIZE"]) // per_host
     os.environ["RANK"] = str(rank % per_host * hosts + rank // per_host)
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817
+import torch  # noqa: E402  after RANK is set
+import torch.distributed as dist  # noqa: E402  after RANK is set
+from torch import nn  # noqa: E402  after RANK is set
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817  usual name
 
 import paceline  # noqa: E402, F401  the backend
 

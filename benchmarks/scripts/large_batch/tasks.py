@@ -85,7 +85,7 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
 
 def _molecules() -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     sys.path.insert(0, str(EXAMPLES))
-    from molecules import load_data  # type: ignore[import-not-found]
+    from molecules import load_data  # type: ignore[import-not-found]  # in examples
 
     x, y = (torch.cat(both) for both in zip(*(part.tensors for part in load_data()), strict=True))
     return x, y, (16384, 4096, 8192)

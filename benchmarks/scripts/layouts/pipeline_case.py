@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F  # noqa: N812  usual name
 from torch.nn.modules.batchnorm import _BatchNorm
 
 MICRO_BATCHES = 4

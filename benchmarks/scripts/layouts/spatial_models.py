@@ -1,7 +1,7 @@
 """Layers and networks of the benchmarks and tests of divided samples; needs only PyTorch."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  usual name
 from torch import nn
 
 # name in the table of docs/explanation/spatial-layouts.md: layers, each with the shape of its input

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  usual name
 from spatial_models import UNet
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

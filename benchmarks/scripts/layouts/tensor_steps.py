@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  usual name
 from torch import nn
 
 import paceline

@@ -62,7 +62,7 @@ def recorded_steps(
 
     Args:
         records: Those of all ranks.
-        shards: Indices of the records that train the same samples; None: each has its own.
+        shards: Indices of the records that train the same samples; None: each has its own samples.
     """
     return sampled_steps([_sampled(record) for record in records], shards)
 

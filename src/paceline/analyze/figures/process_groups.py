@@ -233,7 +233,7 @@ class MeshAxis:
             explains are rows of their own.
         extent: Number of ranks of each group; of the largest one, for other groups.
         groups: Number of process groups.
-        wait, transfer: Blocked in communication of its groups; wait contains the bubble.
+        wait, transfer: Time blocked in collectives of its groups; wait contains the bubble.
         hidden: Communication in flight while the rank was not blocked (overlap).
         load_balance: sum of b over the members / sum of the largest b of each member's group.
         wait_efficiency: 1 - wait.

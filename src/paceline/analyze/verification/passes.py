@@ -144,7 +144,7 @@ class Stream:
 
     @cached_property
     def is_by_rank(self) -> bool:
-        """Whether each rank has a part of the dataset of its own."""
+        """Whether each rank has its own part of the dataset."""
         parts = [tuple(one.subset or ()) for one in self.loaders.values()]
         return len(set(parts)) == len(parts) > 1
 
