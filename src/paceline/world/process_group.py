@@ -56,14 +56,16 @@ def select_device(local_rank: int, wanted: str | None) -> torch.device:
         )
     index = device.index if device.index is not None else local_rank if devices > 1 else 0
     if index >= devices:
-        raise ValueError(_no_gpu(local_rank, devices))
+        raise ValueError(
+            f"paceline.init: there is no GPU for local rank {local_rank}, because "
+            f"{_ranks_per_node(devices)}"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _no_gpu(local_rank: int, devices: int) -> str:
+def _ranks_per_node(devices: int) -> str:
     return (
-        f"paceline.init: there is no GPU for local rank {local_rank}, because "
         f"{socket.gethostname()} has {counted(devices, 'GPU')}. HINT: start at most "
         f"{counted(devices, 'rank')} per node, or paceline.init(device='cpu')"
     )
@@ -79,7 +81,11 @@ def check_own_gpu(device: torch.device, local_rank: int, store: Any) -> None:
         return
     identifier = gpu_identifier(device)
     if identifier and store.add(f"gpu/{identifier}", 1) > 1:
-        raise ValueError(_no_gpu(local_rank, torch.cuda.device_count()))
+        # Which of the two comes second is chance.
+        raise ValueError(
+            f"paceline.init: local rank {local_rank} has the same GPU as another rank, because "
+            f"{_ranks_per_node(torch.cuda.device_count())}"
+        )
 
 
 def gpu_identifier(device: torch.device) -> str:
