@@ -20,7 +20,7 @@ from paceline.cost.machine.machine_file import (
     Memory,
     save,
 )
-from paceline.record.hooks.flop_counter import FlopCounter, uses_tf32
+from paceline.record.hooks.sampled_steps import FlopCounter, uses_tf32
 
 TRAIN = """
     import torch, torch.distributed as dist

@@ -14,10 +14,10 @@ from torch._C._autograd import DeviceType
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.read_record import parse_record
+from paceline.observe.attach import sampler_of_run
 from paceline.record.experiments.rung import CACHED, EVERYTHING, Rung
-from paceline.record.experiments.survey_end import sampler_of_run
-from paceline.record.hooks import gpu_kernels
-from paceline.record.hooks.gpu_kernels import (
+from paceline.record.hooks import sampled_steps
+from paceline.record.hooks.sampled_steps import (
     Kernel,
     KernelSampler,
     read_kernels,
@@ -89,7 +89,7 @@ def test_communication_kernel_waiting_for_late_rank_is_wait_time(tmp_path):
 SESSIONS = """
     import sys, torch
     from paceline.observe import attach
-    from paceline.record.hooks.gpu_kernels import KernelSampler, Kernel
+    from paceline.record.hooks.sampled_steps import KernelSampler, Kernel
 
     def operators(profiler):  # of the CPU, in place of a device's kernels
         events = profiler.profiler.kineto_results.events()
@@ -167,21 +167,22 @@ def test_sampling_begins_after_a_capture_and_in_a_resumed_run(monkeypatch):
     sampler = KernelSampler(recorder)
     calls = []
     monkeypatch.setattr(sampler, "_begin", lambda: calls.append("begin"))
-    capturing = {gpu_kernels.FIRST_SAMPLED_STEP}
+    capturing = {sampled_steps.FIRST_SAMPLED_STEP}
     for step in range(1, 60):
-        monkeypatch.setattr(gpu_kernels, "is_capturing", lambda step=step: step in capturing)
+        monkeypatch.setattr(sampled_steps, "is_capturing", lambda step=step: step in capturing)
         sampler.after_step()
         calls += [step] if calls == ["begin"] else []
-    assert calls == ["begin", gpu_kernels.FIRST_SAMPLED_STEP + 1]
+    assert calls == ["begin", sampled_steps.FIRST_SAMPLED_STEP + 1]
 
 
 def test_of_experiments_only_the_survey_samples_kernels(monkeypatch):
     recorder = Recorder(0, 1)
-    assert sampler_of_run(None, recorder).first == gpu_kernels.FIRST_SAMPLED_STEP
+    assert sampler_of_run(None, recorder).first == sampled_steps.FIRST_SAMPLED_STEP
     assert sampler_of_run(Rung(5, 10, (EVERYTHING, CACHED)), recorder) is None
     survey = Rung(5, 10, (EVERYTHING,), survey_until=1.0)
     at = time.time_ns()
-    sampler = sampler_of_run(survey, recorder, lambda _: [Kernel("gemm", at, at + 100)])
+    sampler = sampler_of_run(survey, recorder)
+    sampler._read = lambda _: [Kernel("gemm", at, at + 100)]
     monkeypatch.setattr(
         sampler, "_begin", lambda: setattr(sampler, "_profiler", SimpleNamespace(stop=int))
     )

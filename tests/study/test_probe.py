@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.cost.machine.dataclass_tree import from_tree
 from paceline.cost.machine.machine_file import HostFacts, Machine
-from paceline.record.hooks.flop_counter import uses_tf32
+from paceline.record.hooks.sampled_steps import uses_tf32
 from paceline.study.probe.measure.device_speed import _tf32, arithmetic, last_level_caches, triad
 from paceline.study.probe.measure.import_time import HOOK, import_torch
 from paceline.study.probe.measure.links import EVERY_PAIR, apart, rounds

@@ -34,7 +34,6 @@ def attach(child: bool = False) -> None:
     import torch
 
     from ..record.experiments.rung import rung_of_process
-    from ..record.experiments.survey_end import sampler_of_run
     from ..record.hooks import torch_patches
     from ..record.hooks.training_loop import LoopRecorder
     from ..record.ring.stack_sampler import StackSampler
@@ -57,7 +56,7 @@ def attach(child: bool = False) -> None:
         if torch.version.cuda or torch.version.hip:
             recorder.kernel_sampler = sampler_of_run(rung, recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):
-            from ..record.hooks.flop_counter import COUNTED_STEP, FlopCounter
+            from ..record.hooks.sampled_steps import COUNTED_STEP, FlopCounter
 
             # An experiment counts in its warm-up, because counting slows the step down.
             step = COUNTED_STEP if rung is None else max(min(COUNTED_STEP, rung.warm - 2), 1)
@@ -85,6 +84,22 @@ def _measured_run(rung: Any, recorder: Recorder) -> Any:
         return None
     run.install()
     return run
+
+
+def sampler_of_run(rung: Any, recorder: Recorder) -> Any:
+    """Return the sampler of a run's GPU kernels; None in an experiment without a survey.
+
+    Sampling slows steps down, and the steps of experiments are compared with each other. So only
+    the survey of ``paceline diagnose`` has a sampler, for steps after the measured ones.
+    """
+    from ..record.hooks.sampled_steps import KernelSampler
+
+    if rung is not None and not rung.survey_until:
+        return None
+    sampler = KernelSampler(recorder)
+    if rung is not None:
+        sampler.first = rung.warm + rung.steps + 1
+    return sampler
 
 
 def _observe_training() -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..record.experiments.protect_files import KEPT_FILES_HINT, FileProtection
-from ..record.experiments.survey_end import SurveyEnd
+from ..record.experiments.protected_run import SurveyEnd
 from ..record.ring.launcher_messages import notify, send_to_launcher
 from .facts.steps import StepFacts
 from .observation import Observation

@@ -18,7 +18,7 @@ from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.match_collectives import match_collectives
 from paceline.launch.ranks.framework_variables import check_horovod
-from paceline.record.hooks.horovod.operations import MAX_NAMES, _ProcessSet
+from paceline.record.hooks.torch_patches import MAX_NAMES, _ProcessSet
 from paceline.record.ring.states import Op, State
 
 LATE_S, STEPS, PARAMETER_BYTES = 0.1, 12, 3 * 4 * (60 * 60 + 60)
@@ -131,10 +131,10 @@ def test_names_have_numbers_of_their_own():
 
 def test_module_of_paceline_is_not_patched():
     import paceline.compat.horovod.torch.mpi_ops as ours
-    from paceline.record.hooks.horovod.operations import patch_operations
+    from paceline.record.hooks.torch_patches import patch_horovod
 
     before = ours.synchronize
-    patch_operations(None, ours)
+    patch_horovod(None, ours)
     assert ours.synchronize is before
 
 

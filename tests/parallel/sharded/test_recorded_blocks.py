@@ -8,9 +8,8 @@ import pytest
 import ranks
 
 from paceline.knobs.settings import Setting, write_settings
-from paceline.record.hooks import hook_failures
-from paceline.record.hooks.sharded import block_labels
-from paceline.record.hooks.sharded.block_labels import FURTHER_BLOCKS, BlockLabels
+from paceline.record.hooks import block_labels, hook_failures
+from paceline.record.hooks.block_labels import FURTHER_BLOCKS, BlockLabels
 from paceline.record.ring.states import FIRST_BLOCK_PEER, NO_PEER
 
 TRAINED = """

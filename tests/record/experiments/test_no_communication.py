@@ -11,7 +11,7 @@ SAVES = """
     import torch, torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.distributed_c10d import _world
-    from paceline.record.experiments.experiment import NoCommunicationGroup
+    from paceline.record.experiments.switches import NoCommunicationGroup
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,7 +1,7 @@
 """Measure the gathers and reductions of a sharded model (FSDP2) by block, and the exchange of a
 tensor axis by layer.
 
-The events of these collectives have the number of the module (record/hooks/sharded).
+The events of these collectives have the number of the module (record/hooks/block_labels.py).
 """
 
 from collections.abc import Iterator

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...record.hooks import taps
+from ...record.hooks.block_labels import whole_gradient
 from ...record.hooks.phases import UncopiedHook
-from ...record.hooks.sharded.block_labels import whole_gradient
 from ...record.hooks.taps import Function, Tap
 from ..facts.models import FLAT, ModelFacts, ParameterFacts
 from ..facts.samples import Phase

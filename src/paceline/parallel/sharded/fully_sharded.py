@@ -33,8 +33,8 @@ from ...comm.group_device import exchangeable
 from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import Layout
+from ...record.hooks.block_labels import whole_gradient
 from ...record.hooks.collective_check import SAME_BLOCKS, block_in
-from ...record.hooks.sharded.block_labels import whole_gradient
 from ...record.rank_places import placed_ranks
 from ..blocks import WITHOUT_FORWARD, gathered_blocks, names_in
 from ..materialization import Materialization

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm.group_device import all_gather_flat, reduce_scatter_flat
-from ...record.hooks.sharded.block_labels import BlockLabels, labels_of_group
+from ...record.hooks.block_labels import BlockLabels, labels_of_group
 from ..divided.module_names import module_name
 from .splits import Split
 

@@ -8,33 +8,25 @@ import copy
 import inspect
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..hooks import keras_training, taps
-from ..hooks.collectives import METHODS, RecordedGroup
+from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
-from ..pending_value import PendingValue, completed_future, is_capturing
+from ..pending_value import PendingValue, is_capturing
 from ..ring.core_wait import busy_threads, child_pids, thread_times
 from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder
-from ..ring.resource_usage import (
-    FileOpenCounter,
-    bytes_read,
-    cpu_seconds,
-    measure_open_s,
-)
-from .lines.collective_calls import carries_objects, serves_checkpoint
+from ..ring.resource_usage import FileOpenCounter, bytes_read, cpu_seconds, measure_open_s
 from .lines.rank_profile import RankProfile
 from .observer import ContainerSizes, Observer
-from .protected_run import ProtectedRun, StepLimit
+from .protected_run import ProtectedRun, StepLimit, SurveyEnd
 from .rung import (
     CHANNELS_LAST,
     EVERYTHING,
@@ -47,84 +39,15 @@ from .rung import (
     THREADS_PAUSED,
     Rung,
 )
-from .survey_end import SurveyEnd
 from .switches import (
     BufferBroadcasts,
     ContiguousFormat,
     GarbageCollector,
+    NoCommunicationGroup,
     ScriptThreads,
     Switch,
     use_single_precision,
 )
-
-# A process group whose collectives move no data, to measure a step without communication.
-#
-# Outputs hold this rank's own inputs, so that later computations find values of the right shape and
-# dtype. PyTorch's ``FakeProcessGroup`` fills them. Its futures hold no value, which DDP needs, so
-# they are replaced. Python objects that only one rank has are sent all the same, because the other
-# ranks could not unpickle anything else; so is all that torch.distributed.checkpoint sends, because
-# its ranks plan a checkpoint together. Received tensors hold zeros: what was in their memory before
-# may be infinite, and end the training.
-
-RECEIVES = ("recv", "recv_anysource")
-
-# Work objects to keep alive, which C++ does not do before PyTorch 2.9. Each one keeps its tensors,
-# whose memory a training would have freed and reused.
-MAX_HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9) else 64
-
-
-class NoCommunicationGroup:
-    """A stand-in for ``inner`` that replaces its collectives and delegates everything else."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        self._inner = inner
-        self._held_works: list[dist.Work] = []
-        self._fake = dist.ProcessGroup(c10d.HashStore(), inner.rank(), inner.size())
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._fake._set_default_backend(kind)
-        untyped: Any = c10d  # its stub lacks FakeProcessGroup
-        backend = untyped.FakeProcessGroup._create_internal(inner.rank(), inner.size())
-        for device in inner._device_types:
-            self._fake._register_backend(device, kind, backend)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in METHODS:
-            return getattr(self._inner, name)
-        caller = sys._getframe(1)
-        if name in ("broadcast", "scatter") and carries_objects(caller):
-            return getattr(self._inner, name)
-        if serves_checkpoint(caller):
-            return getattr(self._inner, name)
-        method = getattr(self._fake, name)
-        return self._with_future_value(_filling(method) if name in RECEIVES else method)
-
-    def _with_future_value(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> dist.Work | None:
-            if method(*args, **options) is None:
-                return None
-            future = completed_future(args[0] if args else None)
-            untyped: Any = c10d
-            work: dist.Work = untyped._create_work_from_future(future)
-            if MAX_HELD_WORKS:
-                self._held_works = [*self._held_works[-MAX_HELD_WORKS:], work]
-            return work
-
-        return call
-
-    def monitored_barrier(self, *args: Any, **options: Any) -> None:
-        """Return at once, without waiting for other ranks."""
-
-
-def _filling(receive: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a receive that fills its tensors: integers, such as flags of gradients, with ones."""
-
-    def filled(tensors: list[torch.Tensor], *args: Any) -> Any:
-        for tensor in tensors:
-            tensor.detach().fill_(0 if tensor.is_floating_point() else 1)
-        return receive(tensors, *args)
-
-    return filled
-
 
 # Input from memory
 #
@@ -281,7 +204,7 @@ class CachedBatches:
         iterator._paceline_given += 1
         self.replayed += 1
         batch = batches[self.replayed % len(batches)].restored()
-        return batch if self.convert is None else _map_leaves(batch, self.convert)
+        return batch if self.convert is None else tree_map(self.convert, batch)
 
 
 class _Batch:
@@ -289,26 +212,18 @@ class _Batch:
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._pristine = _map_leaves(batch, _copy_leaf)
+        self._pristine = tree_map(_copy_leaf, batch)
         self._versions = _tensor_versions(batch)
 
     def restored(self) -> Any:
         """Return the batch in new containers, with the values that came from the loader."""
         if _tensor_versions(self._batch) != self._versions:  # modified in place by the script
-            self._batch = _map_leaves(self._pristine, _copy_leaf)
+            self._batch = tree_map(_copy_leaf, self._pristine)
             self._versions = _tensor_versions(self._batch)
-        return _map_leaves(self._batch, lambda leaf: leaf)
-
-
-def _map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
-    from torch.utils._pytree import tree_map
-
-    return tree_map(function, batch)
+        return tree_map(lambda leaf: leaf, self._batch)
 
 
 def _tensor_versions(batch: Any) -> list[int]:
-    from torch.utils._pytree import tree_leaves
-
     return [getattr(leaf, "_version", 0) for leaf in tree_leaves(batch)]
 
 
@@ -499,8 +414,6 @@ class Experiment(ProtectedRun):
         self._finish()
 
     def _enter(self, phase: str) -> None:
-        import torch
-
         if phase in (SILENT, ONE_THREAD) and not self._results["silent"]:
             self._replace_groups()
         if phase == ONE_THREAD:
@@ -508,8 +421,6 @@ class Experiment(ProtectedRun):
             inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
 
     def _leave(self, phase: str) -> None:
-        import torch
-
         if self._is_switched_off:
             self._is_switched_off = False
             self._switches[phase].on()

@@ -16,8 +16,16 @@ from concurrent.futures import thread as executor_threads
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ..hooks.collective_in_flight import KEEPS_PYTHON_WORK
+from ..hooks.collectives import METHODS
 from ..hooks.taps import around
+from ..pending_value import completed_future
 from ..ring.stack_sampler import is_script, script_frame
+from .lines.collective_calls import carries_objects, serves_checkpoint
 
 MAX_COLLECTING_LINES = 50  # lines of the script for which the time of collections is kept
 MIN_LOCATED_S = 1e-3  # a shorter automatic collection is not attributed to a line
@@ -235,13 +243,9 @@ class ContiguousFormat(Switch):
         self._convolutions, self._batches = convolutions, batches
 
     def off(self) -> None:
-        import torch
-
         self._set(torch.channels_last)
 
     def on(self) -> None:
-        import torch
-
         self._set(torch.contiguous_format)
 
     def _set(self, memory_format: Any) -> None:
@@ -281,3 +285,72 @@ def use_single_precision(torch: Any) -> None:
         set_default(single if dtype == double else dtype)
 
     around(torch, "set_default_dtype", set_default_dtype)
+
+
+# A process group whose collectives move no data, to measure a step without communication.
+#
+# Outputs hold this rank's own inputs, so that later computations find values of the right shape and
+# dtype. PyTorch's ``FakeProcessGroup`` fills them. Its futures hold no value, which DDP needs, so
+# they are replaced. Python objects that only one rank has are sent all the same, because the other
+# ranks could not unpickle anything else; so is all that torch.distributed.checkpoint sends, because
+# its ranks plan a checkpoint together. Received tensors hold zeros: what was in their memory before
+# may be infinite, and end the training.
+
+RECEIVES = ("recv", "recv_anysource")
+
+# Work objects to keep alive, which C++ does not do before PyTorch 2.9. Each one keeps its tensors,
+# whose memory a training would have freed and reused.
+MAX_HELD_WORKS = 0 if KEEPS_PYTHON_WORK else 64
+
+
+class NoCommunicationGroup:
+    """A stand-in for ``inner`` that replaces its collectives and delegates everything else."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        self._inner = inner
+        self._held_works: list[dist.Work] = []
+        self._fake = dist.ProcessGroup(c10d.HashStore(), inner.rank(), inner.size())
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._fake._set_default_backend(kind)
+        untyped: Any = c10d  # its stub lacks FakeProcessGroup
+        backend = untyped.FakeProcessGroup._create_internal(inner.rank(), inner.size())
+        for device in inner._device_types:
+            self._fake._register_backend(device, kind, backend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in METHODS:
+            return getattr(self._inner, name)
+        caller = sys._getframe(1)
+        if name in ("broadcast", "scatter") and carries_objects(caller):
+            return getattr(self._inner, name)
+        if serves_checkpoint(caller):
+            return getattr(self._inner, name)
+        method = getattr(self._fake, name)
+        return self._with_future_value(_filling(method) if name in RECEIVES else method)
+
+    def _with_future_value(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> dist.Work | None:
+            if method(*args, **options) is None:
+                return None
+            future = completed_future(args[0] if args else None)
+            untyped: Any = c10d
+            work: dist.Work = untyped._create_work_from_future(future)
+            if MAX_HELD_WORKS:
+                self._held_works = [*self._held_works[-MAX_HELD_WORKS:], work]
+            return work
+
+        return call
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """Return at once, without waiting for other ranks."""
+
+
+def _filling(receive: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a receive that fills its tensors: integers, such as flags of gradients, with ones."""
+
+    def filled(tensors: list[torch.Tensor], *args: Any) -> Any:
+        for tensor in tensors:
+            tensor.detach().fill_(0 if tensor.is_floating_point() else 1)
+        return receive(tensors, *args)
+
+    return filled

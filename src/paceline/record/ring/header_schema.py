@@ -69,7 +69,7 @@ class PipelineHeader(TypedDict):
 
 
 class StepWork(TypedDict):
-    """FLOPs and bytes of one step (record/hooks/flop_counter.py)."""
+    """FLOPs and bytes of one step (record/hooks/sampled_steps.py)."""
 
     step: NonNegativeInt
     seconds: NotRequired[NonNegativeFloat]

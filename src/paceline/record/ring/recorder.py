@@ -67,7 +67,7 @@ class Recorder:
         self.on_backward_reduce: Callable[[Any, Any], None] | None = None
         # Called with each collective, while a line profile records their lines.
         self.on_collective: Callable[..., None] | None = None
-        # While FSDP2 gathers or reduces a block: its label (record/hooks/sharded).
+        # While FSDP2 gathers or reduces a block: its label (record/hooks/block_labels.py).
         self.block_peer = NO_PEER
         self.training_thread = threading.main_thread().ident or 0  # whose states are recorded
         self.deputy_thread = 0  # that runs a call for which the training thread waits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...hooks.flop_counter import tensors_in
+from ...hooks.sampled_steps import tensors_in
 from ...ring.stack_sampler import LIBRARY_PREFIXES
 
 MAX_CODE_CHARACTERS = 120  # of a line of the script

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ...hooks.flop_counter import (
+from ...hooks.sampled_steps import (
     FREE_OPERATORS,
     PLAIN_DISPATCH,
     UNCOUNTED_NAMESPACES,

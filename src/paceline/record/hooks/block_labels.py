@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ...ring.header_schema import MAX_BLOCK_CHARS, MAX_BLOCKS
-from ...ring.recorder import Recorder
-from ...ring.states import FIRST_BLOCK_PEER, NO_PEER
-from ..hook_failures import failed_hooks, report_failure
-from ..taps import Tap
+from ..ring.header_schema import MAX_BLOCK_CHARS, MAX_BLOCKS
+from ..ring.recorder import Recorder
+from ..ring.states import FIRST_BLOCK_PEER, NO_PEER
+from .hook_failures import failed_hooks, report_failure
+from .taps import Tap
 
 HOOK = "the blocks of sharded models"
 FURTHER_BLOCKS = "further blocks"  # the name of all that the header has no room for

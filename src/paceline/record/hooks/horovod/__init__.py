@@ -1,1 +1,0 @@
-"""Record the communication of an installed Horovod."""
