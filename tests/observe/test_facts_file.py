@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from paceline.observe.facts.ranks import RankFacts
+from paceline.observe.facts.ranks import RankFacts, read_facts, write_facts
 from paceline.observe.facts.samples import LoaderFacts, PassFacts, Phase
 from paceline.observe.facts.steps import BackwardFacts, StepFacts
-from paceline.observe.facts_file import read_facts, write_facts
 
 
 def facts() -> RankFacts:

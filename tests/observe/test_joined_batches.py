@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.observe.facts.ranks import RankFacts
+from paceline.observe.facts.ranks import RankFacts, write_facts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from paceline.observe.facts_file import write_facts
-from paceline.observe.replays.evaluations import Evaluations, keep_all_results
 from paceline.observe.replays.joined_batches import (
     collate_again,
     join_batches,
     permute_batch,
 )
+from paceline.observe.replays.replay import Evaluations, keep_all_results
 from paceline.observe.replays.stored_run import batch_path
 from paceline.observe.samples.contents import row_checksums
 

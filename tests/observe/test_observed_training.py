@@ -11,12 +11,10 @@ from torch.utils.data import DistributedSampler
 from paceline import data
 from paceline.analyze.verification.replayed_steps import ReplayedSteps
 from paceline.analyze.verification.steps import joint_steps
-from paceline.observe.facts.ranks import RankFacts
+from paceline.observe.facts.ranks import SKETCH_SIZE, RankFacts, read_facts
 from paceline.observe.facts.samples import Phase
-from paceline.observe.facts_file import read_facts
 from paceline.observe.samples.loaders import dataset_of
 from paceline.observe.settings import VARIABLE, VerifySettings
-from paceline.observe.sketch_rows import SKETCH_SIZE
 
 DDP = """
     import torch

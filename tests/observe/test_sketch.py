@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from paceline.observe.facts.ranks import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
 from paceline.observe.observation import SketchTable, sketch
-from paceline.observe.sketch_rows import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
 
 
 def values(count, seed):

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from ..record.hooks.hook_failures import failed_hooks, report_failure
 from ..record.hooks.taps import Function
 from .facts.models import StateFacts
-from .facts.ranks import RankFacts
+from .facts.ranks import CHECKSUM, NONFINITE, ROW_SIZE, SKETCH_SIZE, SQUARES, RankFacts, write_facts
 from .facts.samples import BatchFacts, Phase
 from .facts.steps import BackwardFacts
-from .facts_file import write_facts
 from .settings import VerifySettings
-from .sketch_rows import CHECKSUM, NONFINITE, ROW_SIZE, SKETCH_SIZE, SQUARES
 
 # Sketches of tensors: few numbers that show whether a tensor is a sum or a multiple of others.
 #

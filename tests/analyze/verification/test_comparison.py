@@ -11,8 +11,8 @@ from paceline.analyze.verification.mistakes import Finding, Nature
 from paceline.analyze.verification.relations import vectors
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.events import CollectiveFacts, DrawFacts, OutputFacts
+from paceline.observe.facts.ranks import SKETCH_SIZE
 from paceline.observe.facts.samples import Phase
-from paceline.observe.sketch_rows import SKETCH_SIZE
 from paceline.report.verdict.of_verification import answer, exit_code
 from trainings import Training, mean, own, total, train, verified
 

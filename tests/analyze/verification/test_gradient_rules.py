@@ -11,9 +11,9 @@ from paceline.analyze.verification.find import find, judge
 from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.relations import vectors
 from paceline.observe.facts.events import CollectiveFacts, DrawFacts
+from paceline.observe.facts.ranks import SKETCH_SIZE, SQUARES
 from paceline.observe.facts.samples import Phase
 from paceline.observe.facts.steps import ClipFacts
-from paceline.observe.sketch_rows import SKETCH_SIZE, SQUARES
 from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, verified
 
 

@@ -9,8 +9,8 @@ import ranks
 from paceline.analyze.verification.find import find
 from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.runs_facts import VerifyRuns
+from paceline.observe.facts.ranks import SKETCH_SIZE
 from paceline.observe.settings import VerifySettings
-from paceline.observe.sketch_rows import SKETCH_SIZE
 from paceline.study.trials import ScriptRequest
 from paceline.study.verify import run_observed, verify
 from paceline.study.verify import verify as verify_module

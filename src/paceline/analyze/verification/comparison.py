@@ -11,7 +11,7 @@ import numpy as np
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
-from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, percent, solve, vectors
+from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, median, percent, solve, vectors
 from .replayed_steps import NOISE_FACTOR, UNMEASURED, ReplayedSteps, draws_of, significant
 from .runs_facts import VerifyRuns
 from .steps import JointStep, StepKey, find_step, parameters, shown
@@ -242,7 +242,7 @@ def _with_noise(
     """Return tolerances and differences. values: of the ranks, of the replay, of its twin."""
     ours, theirs, twin = values
     noise = _distances(theirs, twin, names)
-    usual = sorted(noise.values())[len(noise) // 2] if noise else 0.0
+    usual = median(noise.values())
     limits = {n: NOISE_FACTOR * max(noise[n], usual, 4 * exact[n]) for n in names}
     return limits, _distances(ours, theirs, names)
 

@@ -11,7 +11,7 @@ from .exchange import Kind
 from .joined_runs import JoinedRuns
 from .mistakes import Finding, Mistake, Nature
 from .passes import Stream
-from .relations import EPSILONS, ROUNDINGS, distance
+from .relations import EPSILONS, ROUNDINGS, distance, median
 from .replayed_steps import NOT_COMPARED, significant
 from .rules import gradients, printed, random_numbers, replicas, resumes, samples, schedules
 from .runs_facts import VerifyRuns
@@ -258,9 +258,9 @@ def _compare_replay(joined: JoinedRuns, found: Compared) -> None:
     found.replayed_by = joined.replay.name
     found.replayed = len(joined.replayed)
     for step in joined.replayed:
-        noise = sorted(joined.replay.noise(step).values())
+        noise = joined.replay.noise(step).values()
         if noise and found.noise is None:
-            found.noise = noise[len(noise) // 2]
+            found.noise = median(noise)
         if not found.differences:
             ours, limits = step.unclipped(0), joined.replay.tolerances(step)
             theirs = joined.replay.gradients(step) or {}

@@ -120,11 +120,9 @@ class Stream:
         """Return the samples of a batch so that equal ones are equal on all ranks, or None."""
         if batch.indices is not None and (self.has_root or self.shares_dataset):
             return [*self._positions(batch.indices, loader)]
-        if not batch.contents:
-            return None
-        return [tuple(each) for each in zip(*batch.contents, strict=True)]
+        return [*batch.by_sample] if batch.contents else None
 
-    def read(self, rank: int, made: RankPass) -> list[Sample]:
+    def read(self, made: RankPass) -> list[Sample]:
         """Return the samples of all batches of a pass that were read, as far as they are known."""
         samples = (self.samples(batch, made.loader) or [] for batch in made.batches)
         return [*chain.from_iterable(samples)]
@@ -195,8 +193,7 @@ class Stream:
         for one in self.passes:
             for rank, made in one.ranks.items():
                 for batch in made.batches:
-                    contents = zip(*batch.contents, strict=True)
-                    for at, content in zip(batch.indices or [], contents, strict=False):
+                    for at, content in zip(batch.indices or [], batch.by_sample, strict=False):
                         seen.setdefault(at, []).append((rank, content))
         return seen
 
@@ -231,7 +228,7 @@ def _passes(facts: RankFacts, phase: Phase) -> Iterator[tuple[tuple[str, str, in
     datasets: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     batches: dict[tuple[int, int], list[BatchFacts]] = {}
     for batch in facts.batches:
-        batches.setdefault((batch.loader, batch.pass_number), []).append(batch)
+        batches.setdefault(batch.pass_key, []).append(batch)
     for loader in facts.loaders:
         for one in loader.passes:
             read = batches.get((loader.key, one.number), [])

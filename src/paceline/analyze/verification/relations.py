@@ -4,14 +4,14 @@ Sketches are linear, so a relation between tensors holds between their sketches.
 parameter, relative to the norms of the terms, so that cancellation does not look like an error.
 """
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...observe.facts.ranks import RankFacts
-from ...observe.sketch_rows import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
+from ...observe.facts.ranks import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES, RankFacts
 
 Vector = NDArray[np.float64]
 Vectors = dict[str, Vector]  # by parameter: sketch, then the norm of the tensor
@@ -53,11 +53,6 @@ def add(terms: Sequence[Vectors]) -> Vectors:
         for name, values in one.items():
             total[name] = total[name] + values if name in total else values.copy()
     return total
-
-
-def scaled(one: Vectors, factor: float) -> Vectors:
-    """Return the vectors times a positive factor."""
-    return {name: factor * values for name, values in one.items()}
 
 
 def distance(found: Vector, expected: Vector) -> float:
@@ -142,6 +137,11 @@ def tolerance(terms: int, *dtypes: str) -> float:
     """Return the largest relative rounding error of a sum of some terms."""
     one = max((epsilon(dtype) for dtype in dtypes), default=EPSILONS["float32"])
     return float(min(ROUNDINGS * max(terms, 1) ** 0.5 * one, MAX_TOLERANCE))
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median, of an even number of values the larger one; 0 without values."""
+    return statistics.median_high(list(values) or [0.0])
 
 
 def percent(share: float) -> str:

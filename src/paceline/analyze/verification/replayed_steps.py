@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ...observe.facts.events import DrawFacts
-from ...observe.facts.ranks import RankFacts
+from ...observe.facts.ranks import SKETCH_SIZE, RankFacts
 from ...observe.facts.steps import StepFacts
-from ...observe.sketch_rows import SKETCH_SIZE
-from .relations import EPSILONS, Vectors, distance, epsilon, fit, percent
+from .relations import EPSILONS, Vectors, distance, epsilon, fit, median, percent
 from .steps import JointStep, StepKey, find_step, parameters
 
 NOT_COMPARED = "one rank was not compared at the same global batches"
@@ -161,17 +160,15 @@ class ReplayedSteps:
 
         The median over the parameters, relative.
         """
-        noise = sorted(self.noise(step).values())
+        noise = median(self.noise(step).values())
         known = parameters(self._ranks[0])
         dtypes = {known[name].dtype for name in step.names if name in known} | self.casts(step)
         rounding = max((epsilon(dtype) for dtype in dtypes), default=epsilon("float32"))
-        median = noise[len(noise) // 2] if noise else 0.0
-        return median if median > min(SUSPICIOUS_ROUNDINGS * rounding, MAX_NOISE) else 0.0
+        return noise if noise > min(SUSPICIOUS_ROUNDINGS * rounding, MAX_NOISE) else 0.0
 
     def hides_differences(self, step: JointStep) -> bool:
         """Return whether the tolerances of a step's gradients exceed these gradients."""
-        noise = sorted(self.noise(step).values())
-        return bool(noise) and NOISE_FACTOR * noise[len(noise) // 2] >= 1
+        return NOISE_FACTOR * median(self.noise(step).values()) >= 1
 
     def tolerances(self, step: JointStep, floor: float = 0.0) -> dict[str, float]:
         """Return the largest difference by parameter that rounding explains.
@@ -180,7 +177,7 @@ class ReplayedSteps:
         """
         noise = self.noise(step)
         known = parameters(self._ranks[0])
-        usual = sorted(noise.values())[len(noise) // 2] if noise else EPSILONS["float32"]
+        usual = median(noise.values()) if noise else EPSILONS["float32"]
         least = max([floor, usual, *(epsilon(dtype) for dtype in self.casts(step))])
         if self._permuted is None:
             least = max(least, UNMEASURED)

@@ -70,7 +70,7 @@ class JointStep:
             sample
             for facts, backwards in zip(self.ranks, self.backwards, strict=True)
             for at in trained_by(facts, backwards)
-            for sample in zip(*facts.batches[at].contents, strict=True)
+            for sample in facts.batches[at].by_sample
         )
 
     @cached_property
@@ -148,7 +148,7 @@ class JointStep:
                 for made in loader.passes
             }
             batches = [facts.batches[at] for at in sorted(trained_by(facts, backwards))]
-            places.append([skipped.get((b.loader, b.pass_number), 0) for b in batches])
+            places.append([skipped.get(b.pass_key, 0) for b in batches])
         return all(place == places[0] for place in places)
 
     @property

@@ -37,6 +37,16 @@ class BatchFacts:
     rows: list[int] = field(default_factory=list)
 
     @property
+    def pass_key(self) -> tuple[int, int]:
+        """Key of the loader, and number of its pass."""
+        return self.loader, self.pass_number
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Key of the loader, number of its pass, and number of the batch in it."""
+        return self.loader, self.pass_number, self.number
+
+    @property
     def used(self) -> int:
         """Number of samples that the model got.
 
@@ -44,6 +54,11 @@ class BatchFacts:
         another one.
         """
         return len(self.rows) or (self.samples if self.indices is None else len(self.indices))
+
+    @property
+    def by_sample(self) -> list[tuple[int, ...]]:
+        """The checksums of each sample's tensors; [] if the contents are not known."""
+        return list(zip(*self.contents, strict=True))
 
 
 @dataclass

@@ -7,8 +7,10 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ...record.hooks.batch_size import fields_of, samples_in
+from ..facts.samples import BatchFacts, LoaderFacts
 from ..generators import kept_generators
 
+SampleKey = tuple[int, tuple[int, ...]]  # position in the dataset, and contents of a sample
 CANNOT_JOIN = "batches of several ranks can't be joined"
 
 
@@ -87,6 +89,34 @@ def select_samples(batch: Any, rows: list[int]) -> Any:
         ValueError: It has an object of the script, such as a graph.
     """
     return _map(batch, samples_in(batch), lambda tensor: tensor[rows], rows)
+
+
+def sample_keys(batch: BatchFacts, loader: LoaderFacts) -> list[SampleKey]:
+    """Return a key of each sample; [] if samples can't be told apart."""
+    contents = batch.by_sample or [()] * batch.samples
+    positions = batch.indices
+    if positions is None or len(positions) != batch.samples or len(contents) != batch.samples:
+        return [(-1, one) for one in contents] if batch.contents else []
+    if loader.subset is not None:
+        positions = [loader.subset[at] for at in positions]
+    return list(zip(positions, contents, strict=True))
+
+
+def join_once(parts: list[tuple[Any, list[SampleKey]]], seen: set[SampleKey]) -> Any:
+    """Join batches without the samples that were seen; None if none is left."""
+    kept = []
+    for batch, keys in parts:
+        rows = []
+        for row, key in enumerate(keys):
+            if key not in seen or key[0] < 0:
+                rows.append(row)
+                seen.add(key)
+        if not keys or len(rows) == len(keys):
+            kept.append(batch)
+        elif rows:
+            kept.append(select_samples(batch, rows))
+    kept = [one for one in kept if samples_in(one)]
+    return join_batches(kept) if kept else None
 
 
 def _join(values: list[Any], samples: list[int]) -> Any:

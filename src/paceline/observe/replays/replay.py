@@ -1,11 +1,13 @@
-"""Train on one rank what several ranks have trained: the same global batches, step by step."""
+"""Train and evaluate on one rank what several ranks have: the same global batches, step by step."""
 
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...record.hooks.batch_size import samples_in
 from ...record.hooks.import_hooks import after_import
-from ...record.hooks.taps import on_step
+from ...record.hooks.taps import LOADER_LENGTH, Function, on_step
 from ..facts.ranks import RankFacts
-from ..facts.samples import BatchFacts, PassFacts, Phase
+from ..facts.samples import LoaderFacts, PassFacts, Phase
 from ..facts.steps import BackwardFacts, StepFacts
-from ..facts_file import read_facts
 from ..generators import restore_generators
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps, momentum_of
 from ..samples.contents import length_of
-from ..samples.loaders import Loaders, OpenPass
-from .evaluations import Evaluations, keep_all_results
-from .joined_batches import CANNOT_JOIN, collate_again, has_rows, join_batches, permute_batch
-from .stored_run import batch_paths, load_batch, perturb, restore_initial
+from ..samples.loaders import Loaders, OpenPass, dataset_of
+from .facts.ranks import read_facts
+from .joined_batches import (
+    CANNOT_JOIN,
+    SampleKey,
+    collate_again,
+    has_rows,
+    join_batches,
+    join_once,
+    permute_batch,
+    sample_keys,
+)
+from .stored_run import batch_path, batch_paths, load_batch, perturb, restore_initial
 
 # Add up the gradients of a global batch over its parts, where one rank can't hold all of it.
 #
@@ -73,11 +83,7 @@ class Accumulation:
     """
 
     def __init__(
-        self,
-        observation: Observation,
-        steps: Steps,
-        stored: RankFacts,
-        stop: Callable[[str], None],
+        self, observation: Observation, steps: Steps, stored: RankFacts, stop: Callable[[str], None]
     ) -> None:
         self._observation, self._steps, self._stored = observation, steps, stored
         self._stop = stop
@@ -100,8 +106,7 @@ class Accumulation:
         """Return the part that the last of some batches of this run is."""
         if not batches:
             return None
-        one = self._observation.facts.batches[batches[-1]]
-        return self._parts.get((one.loader, one.pass_number, one.number))
+        return self._parts.get(self._observation.facts.batches[batches[-1]].place)
 
     def _weight(self, backward: BackwardFacts) -> float:
         """Return the weight of a backward in the gradient of the global batch."""
@@ -124,8 +129,7 @@ class Accumulation:
         if part is None or not batches:
             self._stop("the batches of a step are not known, so they can't be accumulated")
             return True
-        last = self._stored.batches[batches[-1]]
-        return part.is_last and part.whole == (last.loader, last.pass_number, last.number)
+        return part.is_last and part.whole == self._stored.batches[batches[-1]].place
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Hold a step back, or give it the sum of all parts."""
@@ -218,11 +222,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        observation: Observation,
-        steps: Steps,
-        loaders: Loaders,
-        end: Callable[[], None],
+        self, observation: Observation, steps: Steps, loaders: Loaders, end: Callable[[], None]
     ) -> None:
         self._observation, self._steps, self._end = observation, steps, end
         self.loaders = loaders
@@ -239,7 +239,7 @@ class Replay:
         self.accumulation: Accumulation | None = None
         self._part: Part | None = None  # that a loader returns now
         if observation.settings.accumulates:
-            self.accumulation = Accumulation(observation, steps, self._stored, self._stop_replay)
+            self.accumulation = Accumulation(observation, steps, self._stored, self._stop)
 
     def install(self) -> None:
         """Set the learning rates of each step, and restore those of the script afterwards.
@@ -284,23 +284,21 @@ class Replay:
         """Set a model's parameters before its first training forward."""
         reason = restore_initial(self._folder, model)
         if reason:
-            self._stop_replay(reason)
+            self._stop(reason)
         root = model.module()
         if root is not None and self._permutes:
             perturb(root, self._observation.settings.last_bits)
         if self.accumulation is not None and root is not None:
             for name, one in root.named_modules():
                 if isinstance(one, nn.SyncBatchNorm) or hasattr(one, "has_global_statistics"):
-                    self._stop_replay(
+                    self._stop(
                         f"the statistics of {name} are those of the global batch, of which only "
                         "parts fit on one rank"
                     )
 
-    def _stop_replay(self, reason: str) -> None:
-        self._stop(f"the replay: {reason}")
-
     def _stop(self, reason: str) -> None:
-        self._observation.add_unseen(reason)
+        """End the run, which can't be replayed."""
+        self._observation.add_unseen(f"the replay: {reason}")
         self._end()
 
     def _set_rates(self, optimizer: Optimizer) -> None:
@@ -329,7 +327,7 @@ class Replay:
         None if the pass evaluates samples that can't be joined: it has the script's own batches.
         """
         key, pass_number = opened.loader.key, opened.facts.number
-        stored = next((one for one in self._stored.loaders if one.key == key), None)
+        stored = self._stored.loader(key)
         passes = stored.passes if stored is not None else []
         if pass_number >= len(passes):
             self._end()
@@ -364,7 +362,7 @@ class Replay:
                         opened.samples = part.samples
                         yield self._batch_of(part, number)
             except ValueError as error:
-                self._stop_replay(f"{CANNOT_JOIN}: {error}")
+                self._stop(f"{CANNOT_JOIN}: {error}")
 
     def _joined(self, opened: OpenPass, paths: list[Path], place: Place) -> Any:
         """Return a global batch. Raises ValueError: it can't be made of those of the ranks."""
@@ -392,7 +390,7 @@ class Replay:
     def _indices(self, place: Place) -> list[list[int] | None]:
         """Return the positions of the samples of each rank's batch, as far as they are known."""
         return [
-            next((x.indices for x in facts.batches if place_of(x) == place), None)
+            next((x.indices for x in facts.batches if x.place == place), None)
             for facts in self._evaluations.ranks
         ]
 
@@ -422,7 +420,8 @@ class Replay:
 
     def _is_over(self, key: int, one: PassFacts, number: int) -> bool:
         """Return whether the stored run had so many batches of a pass, and went on after it."""
-        stored = next(x for x in self._stored.loaders if x.key == key)
+        stored = self._stored.loader(key)
+        assert stored is not None
         went_on = one.is_complete or one.is_read or one.planned is not None
         went_on = went_on or one.number + 1 < len(stored.passes)
         return number >= one.batches and (self._stored.ended == "script" or went_on)
@@ -450,11 +449,6 @@ class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
         """Nothing to end: there are no workers."""
 
 
-def place_of(batch: BatchFacts) -> Place:
-    """Return loader, pass and number of a batch in its pass."""
-    return batch.loader, batch.pass_number, batch.number
-
-
 def _set_rate(group: dict[str, Any], rate: float, momentum: float) -> None:
     if momentum != momentum_of(group):  # also if it is NaN: there is none
         if "betas" in group:
@@ -465,3 +459,126 @@ def _set_rate(group: dict[str, Any], rate: float, momentum: float) -> None:
         group["lr"].fill_(rate)
     elif "lr" in group:
         group["lr"] = rate
+
+
+# Evaluations: each sample once.
+#
+# A replay joins the batches of the ranks that have the same place in a pass. Samples that several
+# ranks evaluate, or that a sampler has added, are left out after the first time, as one process has
+# them only once. Another replay evaluates the script's own batches: a value that depends on how
+# samples are cut into batches differs then.
+
+
+class Evaluations:
+    """The evaluations of a stored run.
+
+    Args:
+        folder: Folder of the stored run.
+        ranks: Ranks of the stored run that this process stands for.
+        loaders: Know where loaders were made.
+        joins: Whether batches are joined; else the script's own batches are evaluated.
+    """
+
+    def __init__(self, folder: Path, ranks: list[int], loaders: Loaders, joins: bool) -> None:
+        self._folder, self._numbers, self._loaders = folder, ranks, loaders
+        self.joins = joins
+        self._joined: dict[tuple[int, int], list[Any] | None] = {}
+
+    @cached_property
+    def ranks(self) -> list[RankFacts]:
+        """The facts of the ranks that this process stands for."""
+        return [read_facts(self._folder, rank) for rank in self._numbers]
+
+    def install(self) -> None:
+        """Let a loader have as many batches as it had on each of the ranks.
+
+        Scripts divide sums of losses by this number.
+        """
+
+        def len_of(length: Function, loader: Any) -> int:
+            found = self._length_on_ranks(loader)
+            return int(length(loader)) if found is None else found
+
+        LOADER_LENGTH.around(len_of)
+
+    def _length_on_ranks(self, loader: Any) -> int | None:
+        """Return the number of batches of a rank's pass; None if it is not known."""
+        stored = self._stored(loader)
+        if stored is None or any(
+            one.phase is not Phase.TRAINING and self.batches(stored.key, one.number) is None
+            for one in stored.passes
+        ):
+            return None
+        lengths = {len(one.planned) for one in stored.passes if one.planned is not None}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def _stored(self, loader: Any) -> LoaderFacts | None:
+        """Return the facts of the same loader on the ranks; None if it is not known.
+
+        A line can make several loaders (``accelerator.prepare``). Before its first pass, a loader
+        is told from the others by the number of samples.
+        """
+        stored = self.ranks[0].loaders
+        own = self._loaders.keys.get(loader)
+        if own is not None:
+            return self.ranks[0].loader(own.key)
+        line, samples = self._loaders.line_of(loader), length_of(dataset_of(loader))
+        known = [x for x in stored if line and (x.line, x.dataset_length) == (line, samples)]
+        return known[0] if len(known) == 1 else None
+
+    def batches(self, key: int, number: int) -> list[Any] | None:
+        """Return the joined batches of a pass; None if they are not stored, or can't be joined.
+
+        Args:
+            key: Of the loader.
+            number: Of the pass.
+        """
+        if not self.joins:
+            return None
+        if (key, number) not in self._joined:
+            try:
+                self._joined[key, number] = self._join(key, number)
+            except (ValueError, OSError):
+                self._joined[key, number] = None
+        return self._joined[key, number]
+
+    def _join(self, key: int, number: int) -> list[Any] | None:
+        parts: list[list[tuple[Any, list[SampleKey]]]] = []  # batches, and keys of samples
+        of_rows = True
+        for rank, facts in zip(self._numbers, self.ranks, strict=True):
+            loader = facts.loader(key)
+            if loader is None or number >= len(loader.passes):
+                continue
+            if loader.line != self.ranks[0].loaders[key].line:
+                return None
+            every = [x for x in facts.batches if x.pass_key == (key, number)]
+            if len(every) != loader.passes[number].batches:
+                return None
+            keys = [sample_keys(one, loader) for one in every]
+            if keys and keys in [[each for _, each in one] for one in parts]:
+                continue  # all samples, also without positions
+            paths = [batch_path(self._folder, (key, number, x.number), rank) for x in every]
+            batches = [load_batch(path)[0] for path in paths]
+            of_rows &= all(has_rows(a, b.indices) for a, b in zip(batches, every, strict=True))
+            parts.append(list(zip(batches, keys, strict=True)))
+        if len(parts) > 1 and not of_rows:
+            return None  # such as graphs, whose numbers are those within a batch
+        seen: set[SampleKey] = set()
+        found = []
+        for at in range(max(map(len, parts), default=0)):
+            batch = join_once([one[at] for one in parts if at < len(one)], seen)
+            if batch is not None:
+                found.append(batch)
+        return found
+
+
+def keep_all_results(loader: Any) -> None:
+    """Let accelerate's ``gather_for_metrics`` remove no results of the batches of a loader.
+
+    It removes those of samples that its sampler repeats in the last batch, counted in batches of
+    the script. Joined batches have each sample once.
+    """
+    state: Any = sys.modules.get("accelerate.state")
+    active: Any = state.GradientState().active_dataloader if state is not None else None
+    if loader is not None and getattr(active, "base_dataloader", None) is loader:
+        active.remainder = 0

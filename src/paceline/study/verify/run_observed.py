@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...launch.job import Job, check, preloads
-from ...observe.facts.ranks import RankFacts
-from ...observe.facts_file import read_facts
+from ...observe.facts.ranks import RankFacts, read_facts
 from ...observe.settings import NOT_SHARED, VARIABLE, VerifySettings
 from ...observe.user_lines import is_users_file, place
 from ...report.numbers import elapsed

@@ -214,8 +214,8 @@ def _losses(joined: JoinedRuns) -> _Losses | None:
         for one in step.backwards:
             if one.batches:
                 batch = joined.ranks[0].batches[one.batches[-1]]
-                if (batch.loader, batch.pass_number) != last:
-                    last = (batch.loader, batch.pass_number)
+                if batch.pass_key != last:
+                    last = batch.pass_key
                     starts.append(count)
             count += 1
         before.append(count)
@@ -467,17 +467,12 @@ def _evaluated(facts: RankFacts, step: int, end: int | None = None) -> set[tuple
 
     end: Number of batches that are looked at, if not all.
     """
-    passes = {
-        (loader.key, one.number)
-        for loader in facts.loaders
-        for one in loader.passes
-        if one.phase is Phase.EVALUATION and one.first_step == step
-    }
+    evaluations = facts.passes(Phase.EVALUATION)
     return {
         content
         for batch in facts.batches[:end]
-        if (batch.loader, batch.pass_number) in passes
-        for content in zip(*batch.contents, strict=True)
+        if (made := evaluations.get(batch.pass_key)) is not None and made.first_step == step
+        for content in batch.by_sample
     }
 
 

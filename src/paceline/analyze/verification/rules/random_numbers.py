@@ -46,13 +46,7 @@ MISTAKES = by_id(
 def same_on_ranks(joined: JoinedRuns) -> Iterator[Finding]:
     """Find ranks whose generators are in the same state when they draw for different samples."""
     streams = {one.key: max(one.workers, 1) for one in joined.ranks[0].loaders if one.is_iterable}
-    training = {
-        (rank, loader.key, one.number)
-        for rank, facts in enumerate(joined.ranks)
-        for loader in facts.loaders
-        for one in loader.passes
-        if one.phase is Phase.TRAINING
-    }
+    training = [facts.passes(Phase.TRAINING) for facts in joined.ranks]
     for place in DOINGS:
         for generator in _generators(joined, place):
             by_rank = [
@@ -60,7 +54,7 @@ def same_on_ranks(joined: JoinedRuns) -> Iterator[Finding]:
                     _key(one): one
                     for one in facts.draws
                     if one.place == place and one.generator == generator and one.has_drawn
-                    if place != "fetch" or (rank, one.loader, one.pass_number) in training
+                    if place != "fetch" or (one.loader, one.pass_number) in training[rank]
                     # In its first batch, a stream may draw an order that all ranks share.
                     if place != "fetch" or one.number >= streams.get(one.loader, 0)
                 }
@@ -95,7 +89,7 @@ def same_in_workers(joined: JoinedRuns) -> Iterator[Finding]:
             if one.place == "fetch" and one.has_drawn:
                 draws[one.loader, one.generator].append(one)
         for (key, generator), found in draws.items():
-            loader = next((one for one in facts.loaders if one.key == key), None)
+            loader = facts.loader(key)
             if loader is None or not any(p.phase is Phase.TRAINING for p in loader.passes):
                 continue
             text = _of_equal_draws(found)
@@ -160,20 +154,16 @@ def _on_ranks(
     ranks = sorted({rank for pair in groups for rank in pair})
     workers = any(one.worker is not None for one in draws.values())
     found = list(draws.values())
-    loaders = [
-        loader.line
-        for loader in joined.ranks[0].loaders
-        if place == "fetch" and loader.key == found[0].loader
-    ]
     text = (
         f"{ranks_text(ranks, joined.size)} draw the same random numbers of {_called(generator)} in "
         f"{DOINGS[place]}, for different samples"
     )
     text += ", in workers with the same number." if workers else "."
     # Ranks may share numbers of a generator of their own on purpose, but not for samples.
-    loader = next((x for x in joined.ranks[0].loaders if x.key == found[0].loader), None)
+    loader = joined.ranks[0].loader(found[0].loader) if place == "fetch" else None
     is_stream = loader is not None and loader.is_iterable
     is_shared = ":" in generator and (place != "fetch" or is_stream)
+    loaders = [loader.line] if loader is not None else []
     return Finding(
         MISTAKES["same-random-numbers"],
         [*joined.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders],

@@ -10,7 +10,7 @@ from ..comparison import STATISTICS
 from ..exchange import Exchange, Kind
 from ..joined_runs import JoinedRuns, listed, ranks_text
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
-from ..relations import EQUAL_WITHIN, apart, distance, vectors
+from ..relations import EQUAL_WITHIN, apart, distance, median, vectors
 from ..steps import JointStep, find_step, misaligned, numel, parameters, shown
 
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
@@ -347,7 +347,7 @@ def _is_average(joined: JoinedRuns, ours: StateFacts) -> bool:
     if not names:
         return True
     one, two = vectors(joined.ranks[0], ours.rows), vectors(joined.ranks[0], rows)
-    return sorted(distance(one[n], two[n]) for n in names)[len(names) // 2] < NEAR_PARAMETERS
+    return median(distance(one[n], two[n]) for n in names) < NEAR_PARAMETERS
 
 
 def _changes(joined: JoinedRuns, ours: StateFacts) -> list[str]:

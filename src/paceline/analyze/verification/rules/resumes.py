@@ -323,14 +323,12 @@ def _following(joined: JoinedRuns, rank: int, step: int) -> list[tuple[int, int]
         (at, last.number + 1)
         for at, one in enumerate(joined.unbroken_training[0].passes)
         if (made := one.ranks.get(rank)) is not None
-        and (made.loader.key, made.facts.number) == (last.loader, last.pass_number)
+        and (made.loader.key, made.facts.number) == last.pass_key
     ]
 
 
 def _samples(batch: BatchFacts) -> list[Sample]:
-    if batch.indices is not None:
-        return list(batch.indices)
-    return [tuple(each) for each in zip(*batch.contents, strict=True)]
+    return [*(batch.by_sample if batch.indices is None else batch.indices)]
 
 
 def _places(joined: JoinedRuns, rank: int, samples: list[Sample]) -> list[tuple[int, int]]:

@@ -295,7 +295,7 @@ def _order(stream: Stream, made: RankPass) -> list[Sample]:
     Samples of a stream are known by their contents, if these differ.
     """
     if made.loader.is_iterable:
-        read = stream.read(0, made)
+        read = stream.read(made)
         return read if len(set(read)) >= max(DISTINCT * len(read), LEAST_SAMPLES) else []
     if made.planned is not None:
         return [*made.planned]
@@ -377,7 +377,7 @@ def without_loader(joined: JoinedRuns) -> Iterator[Finding]:
             )
         of_one = stream_of_one(joined, stream)
         whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
-        ever = {one for rank, each in made.items() for one in stream.read(rank, each)}
+        ever = {one for each in made.values() for one in stream.read(each)}
         missing = len(whole - ever) * (len(ever & whole) >= MIN_UNIQUE_SHARE * len(ever))
         largest = max(batch.samples for one in made.values() for batch in one.batches)
         if missing > joined.size * largest:  # else a remainder
@@ -430,7 +430,7 @@ def _shared_samples(joined: JoinedRuns, stream: Stream) -> Iterator[Finding]:
     first = stream.passes[0]
     read: dict[int, list[Sample]] = {}
     for rank, made in first.ranks.items():
-        read[rank] = stream.read(rank, made)
+        read[rank] = stream.read(made)
         if len(set(read[rank])) < max(MIN_UNIQUE_SHARE * len(read[rank]), LEAST_SAMPLES):
             return
     for one, two in combinations(sorted(read), 2):
@@ -551,8 +551,8 @@ def _evaluated_by_one(joined: JoinedRuns, stream: Stream) -> tuple[dict[int, lis
     of_one, first = stream_of_one(joined, stream), stream.passes[0].ranks
     if of_one is None or not all(map(_is_whole, (*first.values(), of_one.first))):
         return {}, 0
-    expected = of_one.read(0, of_one.first)
-    read = {rank: stream.read(rank, one) for rank, one in first.items()}
+    expected = of_one.read(of_one.first)
+    read = {rank: stream.read(one) for rank, one in first.items()}
     whole, union = set(expected), {one for each in read.values() for one in each}
     is_known = len(whole) >= max(MIN_UNIQUE_SHARE * len(expected), LEAST_SAMPLES)
     is_same = len(union & whole) >= MIN_UNIQUE_SHARE * len(union)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....observe.facts.ranks import RankFacts
+from ....observe.facts.samples import Phase
 from ....observe.facts.steps import OptimizerFacts, ScheduleFacts
 from ..joined_runs import JoinedRuns
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
@@ -261,17 +262,12 @@ def _growth(joined: JoinedRuns, single: RankFacts) -> float | None:
 
 def epoch_steps(facts: RankFacts) -> float:
     """Return the optimizer steps of a whole epoch, also if it was shortened; 0 if unknown."""
-    for loader in facts.loaders:
-        for one in loader.passes:
-            batches = len(one.planned or [])
-            if one.is_read:  # a stream
-                batches = one.batches + one.skipped
-            if one.phase.value != "training" or not batches:
-                continue
-            counts = [len(step.backwards) for step in facts.steps[:8] if step.backwards]
-            usual = max(set(counts), key=counts.count) if counts else 1
-            return batches / usual
-    return 0.0
+    every = facts.passes(Phase.TRAINING).values()
+    # A stream has no plan: its batches are known if it was read to its end.
+    lengths = [x.batches + x.skipped if x.is_read else len(x.planned or []) for x in every]
+    counts = [len(step.backwards) for step in facts.steps[:8] if step.backwards]
+    usual = max(set(counts), key=counts.count) if counts else 1
+    return next((batches / usual for batches in lengths if batches), 0.0)
 
 
 def calls_per_step(schedule: ScheduleFacts) -> float | None:
