@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.analyze.verification.find import judge
+from paceline.analyze.verification.mistakes import Finding
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.models import ModelFacts, ParameterFacts
 from paceline.observe.facts.ranks import RankFacts
@@ -281,3 +283,11 @@ def verified(asked: Training, with_replay: bool = True) -> VerifyRuns:
     turned = [[[step[0][::-1]] for step in epoch] for epoch in together]
     single = replace(asked, size=1, batch=asked.batch * asked.size, exchange=mean)
     return VerifyRuns(ranks, train(single, together)[0], train(single, turned)[0])
+
+
+def find(runs: VerifyRuns) -> list[Finding]:
+    """Return what the rules find, none of which fails."""
+    found, compared = judge(runs)
+    failed = [note for note in compared.notes if note.startswith("the rule ")]
+    assert not failed, failed
+    return found

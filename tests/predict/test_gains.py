@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rungs import STEP, rung
 
-from paceline.analyze.diagnosis.causes import Cause, Evidence
-from paceline.analyze.diagnosis.gradient_sync import GradientSync
+from paceline.analyze.diagnosis.causes import Cause
+from paceline.analyze.diagnosis.evidence import Evidence
+from paceline.analyze.diagnosis.exchanged_calls import GradientSync
 from paceline.analyze.diagnosis.rungs import Interval, waterfall
 from paceline.analyze.diagnosis.table import CAUSES
 from paceline.predict import history

@@ -18,18 +18,27 @@ from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 from rich.console import Console
 
-from paceline.analyze.diagnosis.causes import MIN_SHARE, Cause, Witness
-from paceline.analyze.diagnosis.diagnosis import Diagnosis
+from paceline.analyze.diagnosis.causes import Cause
+from paceline.analyze.diagnosis.confirmation import Witness
+from paceline.analyze.diagnosis.diagnosis import (
+    Diagnosis,
+    Losses,
+    PredictionError,
+    Remedy,
+    Trial,
+    TrialResults,
+)
+from paceline.analyze.diagnosis.evidence import MIN_SHARE
 from paceline.analyze.diagnosis.ladder_results import WORDS, Ladder
-from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
+from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, Stack
 from paceline.analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
 from paceline.analyze.diagnosis.rare_events import RareEvent, Survey
-from paceline.analyze.diagnosis.remedy import Losses, PredictionError, Remedy, Trial, TrialResults
 from paceline.analyze.diagnosis.rungs import Interval, RungResult, waterfall
 from paceline.analyze.diagnosis.table import INDICATORS
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.operator_file import MachineLimits, OperatorRow
+from paceline.analyze.records.rank_lines import SampledLine
 from paceline.report.diagnosis.diagnosis_document import (
     as_json,
     diagnosis_charts,

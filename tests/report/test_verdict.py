@@ -11,7 +11,7 @@ from rich.console import Console
 from test_diagnosis_page import CAUSES, RUNGS, found, rung
 
 from paceline.analyze.diagnosis.causes import Cause
-from paceline.analyze.diagnosis.remedy import Remedy, Trial, TrialResults
+from paceline.analyze.diagnosis.diagnosis import Remedy, Trial, TrialResults
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.analyze.figures.report import analyse, analyse_with_window
 from paceline.analyze.records.load_run import Run, load_run

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 import ranks
 
-from paceline.analyze.diagnosis.diagnosis import Diagnosis
-from paceline.analyze.diagnosis.remedy import FALSE_KEEP_LEVEL, Remedy, Trial, TrialResults
+from paceline.analyze.diagnosis.diagnosis import (
+    FALSE_KEEP_LEVEL,
+    Diagnosis,
+    Remedy,
+    Trial,
+    TrialResults,
+)
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
 from paceline.predict import history

@@ -216,7 +216,7 @@ class Draws:
     # The rank itself
 
     def _note_construction(self, module: Any, name: str, parameter: Any) -> None:
-        if parameter is None or self._construction is not None or self._observation.is_over:
+        if parameter is None or self._construction is not None:
             return
         if not self._observation.is_observed:
             return
@@ -242,14 +242,10 @@ class Draws:
         if model.forwards <= MAX_FORWARDS:
             self._forward = (model, states, line)
             if model.facts.key in self._drawing_models and not model.is_compiled:
-                self._lines.stop()
                 self._lines.start(("forward", model.facts.key), generator_states)
 
-    def after_forward(self, model: Model, output: Any) -> None:
+    def after_forward(self, *_: Any) -> None:
         """Note the states after a forward."""
-        self._end_forward()
-
-    def _end_forward(self) -> None:
         if self._forward is None:
             return
         (model, before, line), self._forward = self._forward, None
@@ -272,7 +268,7 @@ class Draws:
 
     def before_backward(self) -> None:
         """Note the states before a backward, which a forward may contain (Lightning)."""
-        self._end_forward()
+        self.after_forward()
         if self._loop_place is not None:
             self._lines.stop()
             self._compare_loop(_states_of_loop())

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..analyze.diagnosis.remedy import PredictionError
+from ..analyze.diagnosis.diagnosis import PredictionError
 from ..record.ring.header_schema import FiniteFloat
 from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular

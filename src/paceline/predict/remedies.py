@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..analyze.diagnosis.causes import Cause
+from ..analyze.diagnosis.diagnosis import Remedy
 from ..analyze.diagnosis.evidence import Evidence
-from ..analyze.diagnosis.remedy import Remedy
 from ..analyze.diagnosis.rules.script import off_core_share
 from ..analyze.diagnosis.rungs import Interval
 from ..analyze.diagnosis.table import CAUSES

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.confirmation import NOT_TESTABLE, RECORD
+from ..analyze.diagnosis.diagnosis import Remedy
 from ..analyze.diagnosis.evidence import Evidence
-from ..analyze.diagnosis.remedy import Remedy
 from ..analyze.diagnosis.rungs import Interval, Waterfall
 from ..analyze.figures.report import Report, analyse
 from ..analyze.records.load_run import load_run

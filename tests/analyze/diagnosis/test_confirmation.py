@@ -10,13 +10,13 @@ from rungs import rung
 
 from paceline.analyze.diagnosis.causes import (
     Cause,
-    Evidence,
     causes,
     operator_causes,
     unconfirmed_causes,
     without_overlap,
 )
 from paceline.analyze.diagnosis.confirmation import Witness, verdict
+from paceline.analyze.diagnosis.evidence import Evidence
 from paceline.analyze.diagnosis.rules.operators import Finding
 from paceline.analyze.diagnosis.rungs import BARS, Interval, waterfall
 from paceline.analyze.diagnosis.table import INDICATORS

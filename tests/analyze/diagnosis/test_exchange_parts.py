@@ -8,11 +8,11 @@ import pytest
 from test_causes import EXCHANGE, SLOWER, collective, judged
 
 from paceline.analyze.diagnosis import causes, exchanged_calls
-from paceline.analyze.diagnosis.exchanged_calls import CallSite, CollectiveKind, ExchangedCalls
-from paceline.analyze.diagnosis.gradient_sync import GradientSync
+from paceline.analyze.diagnosis.exchanged_calls import CallSite, ExchangedCalls, GradientSync
 from paceline.analyze.diagnosis.rules.failed_parts import FailedParts
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.records.rank_lines import SampledLine
+from paceline.record.experiments.lines.sidecar import CollectiveKind
 from paceline.record.experiments.rung import NO_BROADCASTS
 from paceline.record.ring.states import Op, State
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from records import Rank, report_of
 
-from paceline.analyze.diagnosis.causes import MIN_SHARE, Evidence, causes, witnesses
+from paceline.analyze.diagnosis.causes import causes, witnesses
+from paceline.analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from paceline.analyze.diagnosis.rungs import Interval, RungResult, measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 

@@ -4,8 +4,9 @@ import pytest
 from rungs import rung
 from test_causes import INPUT, LOADER, WAITS_INPUT, judged
 
-from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
+from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, Stack
 from paceline.analyze.figures.losses import Loss
+from paceline.analyze.records.rank_lines import SampledLine
 
 MAIN = SampledLine("train.py", 40, "main", "loss = model(x)")
 FORWARD = SampledLine("model.py", 7, "Net.forward", "h = self.mix(h)")

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rungs import rung
 
-from paceline.analyze.diagnosis.causes import Evidence, causes
+from paceline.analyze.diagnosis.causes import causes
+from paceline.analyze.diagnosis.evidence import Evidence
 from paceline.analyze.diagnosis.rungs import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.pipeline import PipelineFigures

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from rungs import rung
 
-from paceline.analyze.diagnosis.causes import Evidence, causes
+from paceline.analyze.diagnosis.causes import causes
+from paceline.analyze.diagnosis.evidence import Evidence
 from paceline.analyze.diagnosis.rungs import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from records import MS, Rank, report_of
 
-from paceline.analyze.diagnosis.causes import Witness
+from paceline.analyze.diagnosis.confirmation import Witness
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.analyze.figures.pop import LOSSES
 from paceline.analyze.records.core_waits import OtherThreads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.analyze.verification import find as rules
-from paceline.analyze.verification.find import MISTAKES, find, judge
+from paceline.analyze.verification.find import MISTAKES, judge
 from paceline.analyze.verification.mistakes import Finding, Nature
 from paceline.analyze.verification.relations import vectors
 from paceline.analyze.verification.runs_facts import VerifyRuns
@@ -14,7 +14,7 @@ from paceline.observe.facts.events import CollectiveFacts, DrawFacts, OutputFact
 from paceline.observe.facts.ranks import SKETCH_SIZE
 from paceline.observe.facts.samples import Phase
 from paceline.report.verdict.of_verification import answer, exit_code
-from trainings import Training, mean, own, total, train, verified
+from trainings import Training, find, mean, own, total, train, verified
 
 
 def spread(losses, rank, size, whole):

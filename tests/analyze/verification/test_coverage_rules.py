@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.ranks import RankFacts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from trainings import LOADER, Training, shuffled, train
+from trainings import LOADER, Training, find, shuffled, train
 
 LOOP, FORWARD = "train.py:70", "train.py:71"
 

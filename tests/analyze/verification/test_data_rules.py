@@ -3,9 +3,8 @@
 import torch
 from test_sample_rules import found_in, ids, streamed
 
-from paceline.analyze.verification.find import find
 from paceline.observe.facts.events import SeedFacts
-from trainings import LOADER, LOOP, Training, shuffled, train, verified
+from trainings import LOADER, LOOP, Training, find, shuffled, train, verified
 
 
 def with_contents(content, seeds=lambda rank: [], **changes):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.analyze.verification.find import find, judge
+from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.relations import vectors
 from paceline.observe.facts.events import CollectiveFacts, DrawFacts
 from paceline.observe.facts.ranks import SKETCH_SIZE, SQUARES
 from paceline.observe.facts.samples import Phase
 from paceline.observe.facts.steps import ClipFacts
-from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, verified
+from trainings import BACKWARD, MODEL, STEP, Training, find, mean, own, total, verified
 
 
 def ids(runs):

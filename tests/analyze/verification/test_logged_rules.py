@@ -3,12 +3,11 @@
 import pytest
 from test_state_rules import resumed
 
-from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.events import MetricFacts
 from paceline.observe.facts.models import StateFacts
 from paceline.observe.facts.samples import Phase
-from trainings import Training, train
+from trainings import Training, find, train
 
 
 def logged(values, is_reduced=False, phase=Phase.EVALUATION):

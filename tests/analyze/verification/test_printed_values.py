@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from paceline.analyze.verification.find import find
 from paceline.observe.facts.events import CollectiveFacts, OutputFacts
 from paceline.observe.facts.models import StateFacts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from trainings import Training, train, verified
+from trainings import Training, find, train, verified
 
 PRINT, REDUCE, EVALUATE = "train.py:40", "train.py:38", "train.py:32"
 SAMPLES = 40  # of the evaluation

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from test_gradient_rules import ids, only
 
-from paceline.analyze.verification.find import find
 from paceline.observe.facts.models import StateFacts
 from paceline.observe.facts.steps import BackwardFacts
-from trainings import BACKWARD, LOOP, Training, own, train, verified
+from trainings import BACKWARD, LOOP, Training, find, own, train, verified
 
 
 def copied(values):

@@ -5,12 +5,11 @@ import random
 import pytest
 import torch
 
-from paceline.analyze.verification.find import find
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.events import CollectiveFacts
 from paceline.observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.observe.samples.contents import describe_dataset
-from trainings import LOADER, LOOP, Training, shuffled, train, verified
+from trainings import LOADER, LOOP, Training, find, shuffled, train, verified
 
 
 def found_in(**changes):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from paceline.analyze.verification.find import find
 from paceline.observe.facts.steps import ScheduleFacts
-from trainings import Training, train, verified
+from trainings import Training, find, train, verified
 
 
 def questions(rate, size=2, samples=64):

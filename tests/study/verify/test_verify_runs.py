@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import ranks
 
-from paceline.analyze.verification.find import find
 from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.ranks import SKETCH_SIZE
@@ -15,7 +14,7 @@ from paceline.study.trials import ScriptRequest
 from paceline.study.verify import run_observed, verify
 from paceline.study.verify import verify as verify_module
 from paceline.study.verify.verify import run_verification, saves_every_some_steps
-from trainings import Training, shuffled, total, train, verified
+from trainings import Training, find, shuffled, total, train, verified
 
 SCRIPT = """
     import os

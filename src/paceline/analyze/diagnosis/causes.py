@@ -26,30 +26,11 @@ from .confirmation import (
 )
 from .evidence import MIN_SHARE, Evidence
 from .rules import lines, ranks
+from .rules.compute import place_of
 from .rules.failed_parts import FailedParts, NoFailedParts
 from .rules.operators import Finding
 from .rungs import BARS, Interval, Waterfall
 from .table import CAUSES, INDICATORS
-
-__all__ = [
-    "CONFIRMED",
-    "MIN_SHARE",
-    "NOT_CONFIRMED",
-    "NOT_TESTABLE",
-    "OPERATORS",
-    "USUAL_SHARE",
-    "Cause",
-    "Evidence",
-    "Witness",
-    "causes",
-    "operator_causes",
-    "ranked",
-    "split_usual",
-    "uncertain_bars",
-    "unconfirmed_causes",
-    "witnesses",
-]
-
 
 OPERATORS = "operators"  # witness of causes from the profile of operators
 # Losses that any data-parallel training has. A core alone has a higher clock, and more of the
@@ -230,7 +211,7 @@ def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
     left = 1 - sum(cause.share for cause in known)
     ids = {cause.id for cause in known}
     of_lines = [cause.evidence["lines"] for cause in known if cause.id == "line"]
-    places = {_place_of(lines[0]) for lines in of_lines if lines}
+    places = {place_of(lines[0]) for lines in of_lines if lines}
     return [
         Cause(
             *(finding.id, min(finding.share, left), (0.0, min(finding.share, left))),
@@ -241,7 +222,7 @@ def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
             witness=OPERATORS,
         )
         for finding in found
-        if finding.id not in ids and not (finding.lines and _place_of(finding.lines[0]) in places)
+        if finding.id not in ids and not (finding.lines and place_of(finding.lines[0]) in places)
         if left >= MIN_SHARE
     ]
 
@@ -259,11 +240,6 @@ def _is_usual(cause: Cause) -> bool:
     kind = CAUSES[cause.id]
     is_small = kind.is_usual and cause.share < USUAL_SHARE
     return is_small and float(cause.evidence.get("calls_a_step", 0.0)) <= kind.max_usual_calls
-
-
-def _place_of(line: dict[str, Any]) -> tuple[str, Any]:
-    """Return the file of a line without its folders, and its number."""
-    return str(line.get("file", "")).rpartition("/")[2], line.get("line")
 
 
 def _merge(one: Cause, other: Cause) -> Cause:

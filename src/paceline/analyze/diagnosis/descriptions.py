@@ -5,19 +5,18 @@ Each module of ``rules/`` has the descriptions of its causes and indicators besi
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...record.experiments.rung import EVERYTHING, SWITCHED
 from .evidence import Evidence, NamedCause
-from .rungs import Interval, reference_name
+from .rungs import Facts, Interval, reference_name, resources_used
 
 # Headings of docs/reference/causes.md.
 INPUT, COMMUNICATION, RANKS, NODE = "input", "communication", "ranks", "node"
 SCRIPT, COMPUTING, MODEL = "script", "computing", "model"
 
-Facts = Sequence[Mapping[str, Any]]  # of each rank
 Rule = Callable[[Evidence], NamedCause | None]
 
 
@@ -55,7 +54,7 @@ class FirstRun:
     """What the first run of a diagnosis shows, before the experiments.
 
     Attributes:
-        facts: Facts of each rank (record/experiments/observer.py).
+        facts: Facts of each rank.
         broadcast_share: Share of a step in broadcasts of buffers, with waits for a late rank.
     """
 
@@ -64,8 +63,8 @@ class FirstRun:
 
     @property
     def used(self) -> Facts:
-        """Resources that each rank used (record/ring/resource_usage.py)."""
-        return [facts_of_rank.get("used", {}).get(EVERYTHING, {}) for facts_of_rank in self.facts]
+        """Resources that each rank used."""
+        return resources_used(self.facts, EVERYTHING)
 
 
 def _never_void(facts: Facts, used: Facts) -> str:

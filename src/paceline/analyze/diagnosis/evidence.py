@@ -15,8 +15,7 @@ from ...significance import RankSpread, rank_spread
 from ..figures.losses import Loss
 from ..figures.report import Report
 from ..sharding.sharded_model import ShardedModel
-from .exchanged_calls import ExchangedCalls
-from .gradient_sync import GradientSync
+from .exchanged_calls import ExchangedCalls, GradientSync
 from .lateness import COMPUTING
 from .line_profile import LineProfile
 from .rare_events import is_rare

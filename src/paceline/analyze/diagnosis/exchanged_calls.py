@@ -1,4 +1,4 @@
-"""Measure the time of collectives by what they carry and by the line that calls them."""
+"""Measure what the ranks exchange in a step: their gradients, and all collectives by call site."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,14 +7,69 @@ from typing import NamedTuple
 import numpy as np
 
 from ...record.experiments.lines.sidecar import CollectiveKind
-from ...record.ring.states import Op
+from ...record.ring.states import Op, State
 from ..figures.losses import collective_name
 from ..figures.measured_window import MeasuredWindow
 from ..records.match_collectives import split_by_record
 from ..records.rank_lines import SampledLine
-from ..records.state_timeline import blocking_states, count_steps
+from ..records.state_timeline import blocking_states, count_steps, total
 
-__all__ = ["CallSite", "CollectiveKind", "ExchangedCalls", "measure_exchanged_calls"]
+# Gradients: during the backward or after it, in how many calls of which size, and in which of an
+# optimizer step's backwards.
+
+REDUCTION_OPS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """Gradient synchronization of a mean rank's optimizer step.
+
+    Attributes:
+        backwards: Backwards per optimizer step.
+        exchanging: Backwards in which something was reduced.
+        calls, bytes: Reductions launched in a backward.
+        calls_outside, bytes_outside: Reductions launched outside of any backward.
+    """
+
+    backwards: float
+    exchanging: float
+    calls: float
+    bytes: float
+    calls_outside: float
+    bytes_outside: float
+
+    @property
+    def bytes_per_call(self) -> float:
+        """Bytes per reduction that was launched in a backward."""
+        return self.bytes / self.calls if self.calls else 0.0
+
+
+def measure_gradient_sync(m: MeasuredWindow) -> GradientSync | None:
+    """Measure the window; None where it has no complete step."""
+    sums, steps = np.zeros(6), 0
+    for record in m.records:
+        steps += count_steps(record, m.within)
+        back = record.events_in(State.BACKWARD)
+        back = back[(back["start"] >= m.within.start) & (back["end"] <= m.within.end)]
+        back = back[np.argsort(back["start"], kind="stable")]
+        calls = record.events_in(State.COLLECTIVE)
+        calls = calls[np.isin(calls["op"], REDUCTION_OPS)]
+        calls = calls[(calls["start"] >= m.within.start) & (calls["start"] < m.within.end)]
+        at = np.searchsorted(back["start"], calls["start"], "right") - 1
+        inside = (at >= 0) & (calls["start"] < back["end"][at]) if len(back) else at >= 0
+        amount = calls["amount"]
+        sums += [
+            len(back),
+            len(np.unique(at[inside])),
+            int(inside.sum()),
+            total(amount[inside]),
+            int((~inside).sum()),
+            total(amount[~inside]),
+        ]
+    return GradientSync(*(sums / steps).tolist()) if steps else None
+
+
+# Collectives by call site
 
 
 class CallSite(NamedTuple):

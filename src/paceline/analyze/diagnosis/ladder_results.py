@@ -17,7 +17,7 @@ from ..records.operator_file import OperatorFiles
 from .descriptions import Experiment, FirstRun
 from .evidence import MIN_SHARE
 from .rare_events import Survey, book_rare, pooled
-from .rungs import RungResult, measure_rung, measure_switched
+from .rungs import RungResult, measure_rung, measure_switched, resources_used
 from .table import INDICATORS
 
 # Experiments that only some scripts need, chosen by the first run of ``paceline diagnose``.
@@ -64,10 +64,7 @@ class Hypothesis:
             if why := why_not_set(run, name):
                 return f"{name} has no effect: {why}"
         facts = [record.meta.get("rung", {}) for record in run.records]
-        used = [
-            facts_of_rank.get("used", {}).get(self.experiment.phase, {}) for facts_of_rank in facts
-        ]
-        return self.experiment.why_void(facts, used)
+        return self.experiment.why_void(facts, resources_used(facts, self.experiment.phase))
 
 
 def hypotheses(first: FirstRun) -> list[Hypothesis]:

@@ -18,17 +18,6 @@ from ..figures.measured_window import MeasuredWindow
 from ..records.rank_lines import RankLines, SampledLine, SampledStack
 from ..records.state_timeline import STATES
 
-__all__ = [
-    "Activity",
-    "Doing",
-    "Entry",
-    "LineProfile",
-    "LineTime",
-    "SampledLine",
-    "Stack",
-    "WorkerLine",
-]
-
 
 class Doing(StrEnum):
     """What a line's time went to. Those of ``Activity`` have the same names."""

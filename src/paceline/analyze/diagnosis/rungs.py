@@ -6,7 +6,7 @@ From what the ranks could do if each were alone with its batch in memory, down t
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,14 @@ BARS = ("sharing", "uneven", "validation", "checkpoint", "exchange", "input")
 
 PAUSES = (State.VALIDATION, State.CHECKPOINT)  # a step with one of them says nothing of a part
 INTERVAL_TAIL = 0.05  # probability of each end of an interval to be wrong
+
+
+Facts = Sequence[Mapping[str, Any]]  # of each rank (record/experiments/observer.py)
+
+
+def resources_used(facts: Facts, phase: str) -> list[dict[str, Any]]:
+    """Return what each rank used in a phase (record/ring/resource_usage.py)."""
+    return [facts_of_rank.get("used", {}).get(phase, {}) for facts_of_rank in facts]
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
         ranks=len(steps_s),
         cached=min(facts.get("cached", 0) for facts in rung_facts),
         silent=min(facts.get("silent", 0) for facts in rung_facts),
-        used=[facts.get("used", {}).get(phase, {}) for facts in rung_facts],
+        used=resources_used(rung_facts, phase),
     )
 
 
@@ -349,7 +357,6 @@ def _measured(run: Run, steps: Sequence[int], phase: str) -> RungResult:
             raise EndedError(done, max(steps) + 1)
         seconds.append(float((rows["end"] - rows["start"]).sum()) / 1e9 / len(rows))
         samples += total(rows["amount"]) or len(rows)
-    facts = [record.meta.get("rung", {}) for record in run.records]
     none = [0.0] * len(seconds)
     return RungResult(
         together=samples / (max(seconds) * len(steps)),
@@ -360,5 +367,5 @@ def _measured(run: Run, steps: Sequence[int], phase: str) -> RungResult:
         ranks=len(seconds),
         cached=0,
         silent=0,
-        used=[facts_of_rank.get("used", {}).get(phase, {}) for facts_of_rank in facts],
+        used=resources_used([record.meta.get("rung", {}) for record in run.records], phase),
     )

@@ -85,7 +85,6 @@ class RankLines:
         core_wait, garbage, off_core: Share of the time since the previous sample in which the
             thread waited for a core, collected garbage, or used no core.
         executions: By line, how often it was executed in one step.
-        workers: Number of loader workers.
         worker_ns: Sampled time of all workers, with their waits for work.
         worker_times: Stack and time of all workers in it (ns).
         collective_sites: Places that call collectives.
@@ -101,7 +100,6 @@ class RankLines:
     garbage: npt.NDArray[np.float64]
     off_core: npt.NDArray[np.float64]
     executions: dict[int, int]
-    workers: int
     worker_ns: int
     worker_times: list[tuple[int, int]]
     collective_sites: list[CollectiveSite] = field(default_factory=list)
@@ -158,7 +156,6 @@ def read_rank_lines(path: Path) -> RankLines:
         garbage=garbage,
         off_core=np.clip(1 - (of["ran"] + of["delayed"]) / since, 0, 1),
         executions=dict(found["executions"]),
-        workers=found["workers"],
         worker_ns=found["worker_ns"],
         worker_times=[(times["stack"], times["ns"]) for times in found["worker_times"]],
         collective_sites=sites,

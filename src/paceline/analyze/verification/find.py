@@ -124,12 +124,6 @@ class Compared:
     notes: list[str] = field(default_factory=list)
 
 
-def find(runs: VerifyRuns) -> list[Finding]:
-    """Return the measured differences, the first one first, then the questions."""
-    joined = JoinedRuns(runs)
-    return _ordered(_judged(joined, [one for rule in RULES for one in _findings(rule, joined)]))
-
-
 def _findings(rule: Rule, joined: JoinedRuns) -> Iterator[Finding]:
     """Yield what a rule finds: the first occurrence."""
     has_copies = joined.size > 1 and not joined.is_model_parallel
@@ -138,7 +132,7 @@ def _findings(rule: Rule, joined: JoinedRuns) -> Iterator[Finding]:
 
 
 def judge(runs: VerifyRuns, accepted: Collection[str] = ()) -> tuple[list[Finding], Compared]:
-    """Return the findings, and what was compared.
+    """Return the measured differences, the first one first, then the questions; what was compared.
 
     A rule that fails on facts that it does not expect is noted, and the others still answer.
 

@@ -85,14 +85,25 @@ class Gradients:
         if parameter in self._users_hooks:
             return
         self._users_hooks[parameter] = user_line()
-        reference = weakref.ref(parameter)
-        note = self._observation.guarded(_GRADIENTS, self._note_raw)
+        self.note_gradients(parameter, self._note_raw, weakref.ref(parameter))
+
+    def note_gradients(
+        self,
+        computed: torch.Tensor,
+        note: Callable[[Any, torch.Tensor], None],
+        parameter: Callable[[], Any],
+    ) -> Any:
+        """Call ``note(parameter(), gradient)`` with each gradient of a tensor in a backward.
+
+        Returns the handle of the hook.
+        """
+        note = self._observation.guarded(_GRADIENTS, note)
 
         def hook(gradient: torch.Tensor) -> None:
             if self._observation.backward is not None and not self._observation.is_over:
-                note(reference(), gradient)
+                note(parameter(), gradient)
 
-        self._register(parameter, UncopiedHook(hook))
+        return self._register(computed, UncopiedHook(hook))
 
     def hook(self, parameter: torch.Tensor) -> None:
         """Observe the gradients of a parameter before any exchange."""
@@ -100,14 +111,7 @@ class Gradients:
             return
         if getattr(parameter, "_is_flat_param", False):
             return  # its gradient is a shard when it is used, at a position that is not known
-        reference = weakref.ref(parameter)
-        note = self._observation.guarded(_GRADIENTS, self.note)
-
-        def hook(gradient: torch.Tensor) -> None:
-            if self._observation.backward is not None and not self._observation.is_over:
-                note(reference(), gradient)
-
-        self._hooked[parameter] = self._register(parameter, UncopiedHook(hook))
+        self._hooked[parameter] = self.note_gradients(parameter, self.note, weakref.ref(parameter))
 
     def note(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Note the gradient of a parameter that this rank has computed."""
@@ -539,14 +543,9 @@ class ShardedModels:
             alive = reference()
             return None if alive is None else whole_gradient(alive)
 
-        self._models.gradients.whole_gradients[parameter.sharded_param] = accumulated
-        note = self._observation.guarded(_SHARDED, self._models.gradients.note)
-
-        def hook(gradient: Any) -> None:
-            if self._observation.backward is not None and not self._observation.is_over:
-                note(parameter.sharded_param, gradient)
-
-        whole.register_hook(hook)
+        gradients = self._models.gradients
+        gradients.whole_gradients[parameter.sharded_param] = accumulated
+        gradients.note_gradients(whole, gradients.note, lambda: parameter.sharded_param)
 
     def _note_wrapping(self, module: Any, *_: Any, **__: Any) -> None:
         for part in module if isinstance(module, list | tuple) else [module]:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...record.hooks.batch_size import samples_in
 from ...record.hooks.import_hooks import after_import
 from ...record.hooks.taps import LOADER_LENGTH, Function, on_step
-from ..facts.ranks import RankFacts
+from ..facts.ranks import RankFacts, read_facts
 from ..facts.samples import LoaderFacts, PassFacts, Phase
 from ..facts.steps import BackwardFacts, StepFacts
 from ..generators import restore_generators
@@ -29,7 +29,6 @@ from ..optimization.models import Model
 from ..optimization.steps import Steps, momentum_of
 from ..samples.contents import length_of
 from ..samples.loaders import Loaders, OpenPass, dataset_of
-from .facts.ranks import read_facts
 from .joined_batches import (
     CANNOT_JOIN,
     SampleKey,

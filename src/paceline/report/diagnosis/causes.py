@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...analyze.diagnosis.causes import CONFIRMED, USUAL_SHARE, Cause, uncertain_bars
+from ...analyze.diagnosis.causes import USUAL_SHARE, Cause, uncertain_bars
+from ...analyze.diagnosis.confirmation import CONFIRMED
 from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.table import INDICATORS
 from .. import document as doc

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ...analyze.diagnosis.causes import MIN_SHARE, Witness
-from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS
+from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS, Witness
 from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.diagnosis.ladder_results import WORDS
 from .. import document as doc
 from ..losses import loss_items

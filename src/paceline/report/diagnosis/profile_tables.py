@@ -8,16 +8,11 @@ from typing import Any
 import msgspec
 
 from ...analyze.diagnosis.evidence import MIN_SHARE
-from ...analyze.diagnosis.line_profile import (
-    Activity,
-    Doing,
-    LineProfile,
-    LineTime,
-    SampledLine,
-    WorkerLine,
-)
+from ...analyze.diagnosis.line_profile import Doing, LineProfile, LineTime, WorkerLine
 from ...analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
 from ...analyze.diagnosis.rules.operators import Finding, findings, products
+from ...analyze.records.rank_lines import SampledLine
+from ...record.experiments.lines.sidecar import Activity
 from .. import document as doc
 from ..numbers import amount, duration, percent
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...analyze.diagnosis.diagnosis import Diagnosis
-from ...analyze.diagnosis.remedy import PredictionError, Remedy, TrialResults
+from ...analyze.diagnosis.diagnosis import Diagnosis, PredictionError, Remedy, TrialResults
 from ...analyze.diagnosis.rungs import Interval
 from ...analyze.diagnosis.table import INDICATORS
 from .. import document as doc

@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
-from ...analyze.diagnosis.causes import MIN_SHARE, uncertain_bars
+from ...analyze.diagnosis.causes import uncertain_bars
 from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.diagnosis.rungs import Interval, Waterfall
 from ...analyze.diagnosis.table import INDICATORS
 from ...analyze.figures.report import Report

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from ...analyze.diagnosis.causes import MIN_SHARE, OPERATORS, Cause, uncertain_bars
-from ...analyze.diagnosis.diagnosis import Diagnosis
-from ...analyze.diagnosis.remedy import Remedy
+from ...analyze.diagnosis.causes import OPERATORS, Cause, uncertain_bars
+from ...analyze.diagnosis.diagnosis import Diagnosis, Remedy
+from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.diagnosis.rungs import Waterfall
 from ...analyze.diagnosis.table import CAUSES, INDICATORS
 from ...knobs.registry import KNOBS

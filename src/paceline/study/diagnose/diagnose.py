@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...analyze.diagnosis.causes import (
-    Evidence,
     causes,
     operator_causes,
     ranked,
@@ -21,9 +20,9 @@ from ...analyze.diagnosis.causes import (
     unconfirmed_causes,
     witnesses,
 )
-from ...analyze.diagnosis.diagnosis import Diagnosis
-from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
-from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
+from ...analyze.diagnosis.diagnosis import Diagnosis, Trial, TrialResults
+from ...analyze.diagnosis.evidence import Evidence
+from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls, measure_gradient_sync
 from ...analyze.diagnosis.ladder_results import Ladder
 from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.diagnosis.line_profile import LineProfile, profile_of_runs
@@ -31,7 +30,6 @@ from ...analyze.diagnosis.operator_profile import (
     combine_profiles,
     profile_notes,
 )
-from ...analyze.diagnosis.remedy import Trial, TrialResults
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.diagnosis.rungs import RungResult, Waterfall, waterfall

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...analyze.diagnosis.descriptions import FirstRun
-from ...analyze.diagnosis.exchanged_calls import CollectiveKind, measure_exchanged_calls
+from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
 from ...analyze.diagnosis.ladder_results import (
     COMPLETE,
     FAILED,
@@ -30,6 +30,7 @@ from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
 from ...analyze.records.operator_file import OperatorFiles, read_operator_files
 from ...plurals import counted
+from ...record.experiments.lines.sidecar import CollectiveKind
 from ...record.experiments.rung import (
     CACHED,
     EVERYTHING,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...analyze.diagnosis.diagnosis import Losses, Remedy, Trial, TrialResults
 from ...analyze.diagnosis.ladder_results import why_not_set
-from ...analyze.diagnosis.remedy import Losses, Remedy, Trial, TrialResults
 from ...analyze.diagnosis.rungs import Interval, measure_rung
 from ...knobs.knob import Switch
 from ...knobs.registry import KNOBS

@@ -103,7 +103,7 @@ def collector(e: Evidence) -> NamedCause:
     each = [usage.get("collecting", {}) for usage in e.used("everything")]
     most: dict[str, Any] = max(each, key=lambda one: one.get("seconds", 0.0), default={})
     count = most.get("count", 0) / e.steps
-    where = f", mostly in {place(most)}" if "file" in most else ""
+    where = f", mostly in {_place(most)}" if "file" in most else ""
     sentence = (
         f"Python's garbage collector runs {counted(count, 'time')} per step{where}, and "
         "nothing else of the rank runs meanwhile"
@@ -111,9 +111,13 @@ def collector(e: Evidence) -> NamedCause:
     return "garbage-collection", sentence, most | {"collections_a_step": count}
 
 
-def place(found: dict[str, Any]) -> str:
-    """Return the file without its folders, and the line."""
-    return f"{found['file'].rpartition('/')[2]}:{found.get('line', '?')}"
+def place_of(line: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the file of a line without its folders, and its number."""
+    return str(line.get("file", "")).rpartition("/")[2], line.get("line", "?")
+
+
+def _place(line: Mapping[str, Any]) -> str:
+    return ":".join(map(str, place_of(line)))
 
 
 def interpreter_lock_share(e: Evidence) -> float:
@@ -133,7 +137,7 @@ def _other_threads_cores(e: Evidence) -> float:
 def interpreter(e: Evidence) -> NamedCause:
     other_threads = [usage.get("others", {}) for usage in e.used("silent")]
     busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
-    where = f" ({place(busiest)})" if "file" in busiest else ""
+    where = f" ({_place(busiest)})" if "file" in busiest else ""
     sentence = (
         f"thread {busiest.get('name', '?')!r}{where} computes in Python, and the training waits "
         "for the interpreter lock (GIL)"
@@ -225,7 +229,7 @@ def _faults_of(rung: str, without: str) -> Callable[[Evidence], float]:
 def _collected_between_phases(e: Evidence) -> float:
     """Return the share of work between the phases of a step in lines that collect garbage."""
     at = {
-        (usage["collecting"]["file"].rpartition("/")[2], usage["collecting"].get("line"))
+        place_of(usage["collecting"])
         for usage in e.used("everything")
         if "file" in usage.get("collecting", {})
     }
@@ -233,7 +237,7 @@ def _collected_between_phases(e: Evidence) -> float:
         loss.share * float(str(line.get("share", 0.0)))
         for loss in e.losses_of_kind("other", doing=("other",))
         for line in loss.lines
-        if (str(line.get("file", "")).rpartition("/")[2], line.get("line")) in at
+        if place_of(line) in at
     )
     return min(found, collecting_share(e))
 

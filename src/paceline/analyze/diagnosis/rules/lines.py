@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....plurals import counted
+from ...records.rank_lines import SampledLine
 from ..descriptions import SCRIPT, CauseKind
 from ..evidence import MIN_SHARE, Evidence, NamedCause
-from ..line_profile import Doing, Entry, LineProfile, LineTime, SampledLine
+from ..line_profile import Doing, Entry, LineProfile, LineTime
 
 MIN_LINE_SHARE = 0.1  # of a step, outside of torch's operators
 MAX_LINE_CAUSES = 3
