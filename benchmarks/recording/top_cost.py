@@ -38,6 +38,8 @@ from common import (
     target,
 )
 
+from paceline.security.processes import stat_fields
+
 LIMIT = 1.01
 MEANING = {
     "nobody": "nobody looks",
@@ -158,8 +160,7 @@ def used(pid: int | None) -> float:
     """Processor time of a process so far, in seconds."""
     if pid is None:
         return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, stat_fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def steps(stamps: list[Any], start: int, end: int) -> dict[str, float]:

@@ -310,7 +310,9 @@ def _end(code: int) -> NoReturn:
 
 def _set_command_line(command: list[str]) -> None:
     """Replace the server's command line in /proc/PID/cmdline by ``command``."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    from paceline.security.processes import stat_fields
+
+    fields = stat_fields("self")
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     text = b"\0".join([sys.executable.encode(), *(word.encode() for word in command)])
     text = text[: end - start - 1]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..security.processes import stat_fields
+
 SET_NAME = 15  # PR_SET_NAME: the name of the main thread, at most 15 bytes
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that this process gets when its parent ends
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
@@ -99,16 +101,6 @@ def signals_handled(
 def exit_on_signal(number: int, _: Any) -> NoReturn:
     """Exit through SystemExit, so that temporary files are removed and the terminal is restored."""
     raise SystemExit(128 + number)
-
-
-def stat_fields(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name of the process: state, parent, ...
-
-    Raises:
-        OSError: The process has ended.
-    """
-    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    return stat.rpartition(")")[2].split()
 
 
 def child_pids(pid: int, proc: Path = Path("/proc")) -> list[int]:

@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import typer
 
-from ...launch.linux_processes import PARENT_DEATH_SIGNAL, prctl, stat_fields
+from ...launch.linux_processes import PARENT_DEATH_SIGNAL, prctl
+from ...security.processes import stat_fields
 from .base import exit_on_mistake
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -102,11 +103,7 @@ def _ended(child: int, moves: int, waited: set[signal.Signals], hangs: bool) -> 
 
 
 def _processor_s(process: int) -> float:
-    try:
-        fields = stat_fields(process)
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) * TICK_S
+    return sum(map(int, stat_fields(process)[11:13])) * TICK_S  # 0.0 if it has ended
 
 
 def _transferred(process: int) -> str:

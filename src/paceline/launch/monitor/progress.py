@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...record.ring.tail import read_progress
-from ..linux_processes import child_pids, stat_fields
+from ...security.processes import stat_fields
+from ..linux_processes import child_pids
 from . import rank_stacks
 
 BUSY_CPU_SHARE = 0.5  # of one core: the rank is computing
@@ -116,8 +117,5 @@ class ProgressMonitor:
 
 def _process_cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants."""
-    try:
-        ticks = sum(map(int, stat_fields(pid)[11:15]))
-    except OSError:
-        return 0.0
+    ticks = sum(map(int, stat_fields(pid)[11:15]))  # 0 if it has ended
     return ticks / _CLOCK_TICKS_PER_S + sum(map(_process_cpu_seconds, child_pids(pid)))

@@ -21,9 +21,9 @@ from typing import Any
 
 from ...record.ring.tail import process_state
 from ...security.files import open_regular, read_regular
-from ...security.processes import find_program
+from ...security.processes import find_program, stat_fields
 from ...security.schema import load_json
-from ..linux_processes import prctl, signal_checked, stat_fields
+from ..linux_processes import prctl, signal_checked
 
 # A signal that neither schedulers nor scripts normally use.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
@@ -55,11 +55,8 @@ def allow_reading() -> None:
     """
     if os.environ.get("PACELINE_STATUS", "").partition(":")[0] != str(os.getpid()):
         return  # not started by a rank server
-    try:
-        launcher = int(stat_fields(os.getppid())[1])
-    except (OSError, IndexError):
-        return
-    prctl(_PTRACER, launcher)
+    if fields := stat_fields(os.getppid()):
+        prctl(_PTRACER, int(fields[1]))
 
 
 def read_memory(pids: Mapping[int, int]) -> dict[int, str]:

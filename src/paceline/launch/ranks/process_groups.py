@@ -4,6 +4,7 @@ The kernel gives the number of a process group to a new process once the group i
 leader is reaped. Signals are therefore sent only to groups whose leader is not reaped.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,8 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...security.processes import stat_fields
 from ...security.text import printable
-from ..linux_processes import stat_fields
+from ..linux_processes import child_pids
 
 # For processes to end after SIGKILL. One that frees much memory or GPUs takes seconds; one that
 # waits in the kernel for a device or file system may never end.
@@ -40,10 +42,7 @@ class RankGroups:
         """
         if pid not in self._running | self._exited:
             return
-        if group:
-            _kill_group(pid, kind)
-        else:
-            _kill(pid, kind)
+        _kill(pid, kind, group)
         if group and kind == signal.SIGKILL and pid in self._exited:
             self._exited.discard(pid)
             os.waitpid(pid, 0)
@@ -60,7 +59,7 @@ class RankGroups:
             exited = ended.si_code == os.CLD_EXITED
             code, peak = ended.si_status if exited else -ended.si_status, 0
             if code == -signal.SIGKILL:  # the job ends, and only reaping tells the peak memory
-                _kill_group(pid, signal.SIGKILL)
+                _kill(pid, signal.SIGKILL, group=True)
                 peak = os.wait4(pid, 0)[2].ru_maxrss << 10
             else:
                 self._exited.add(pid)
@@ -68,12 +67,7 @@ class RankGroups:
 
     def reap_others(self) -> None:
         """Reap children that are not ranks: orphans of the ranks."""
-        own = os.getpid()
-        try:
-            children = [*map(int, Path(f"/proc/{own}/task/{own}/children").read_text().split())]
-        except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-            children = _children()
-        for pid in children:
+        for pid in _children():
             if pid not in self._running | self._exited:
                 os.waitpid(pid, os.WNOHANG)
 
@@ -92,8 +86,8 @@ def end_children(grace: float) -> list[str]:
             return [_describe(pid) for pid in left]
         kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
         for pid in left:  # not reaped meanwhile, so that their numbers are still theirs
-            _kill_group(pid, kind)
-            _kill(pid, kind)
+            _kill(pid, kind, group=True)
+            _kill(pid, kind, group=False)
         until = time.monotonic() + (max(grace, 0.05) if kind == signal.SIGTERM else 0.02)
         while time.monotonic() < until and _reap_ended():
             time.sleep(0.005)
@@ -130,36 +124,24 @@ def _reap_ended() -> bool:
 
 def _children() -> list[int]:
     """Return the PIDs of this process's children."""
-    own, found = str(os.getpid()), []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = stat_fields(entry)
-            except OSError:
-                continue
-            if len(fields) > 1 and fields[1] == own:  # empty if the process ended meanwhile
-                found.append(int(entry))
-    return found
+    own = os.getpid()
+    # none are listed by a kernel without CONFIG_PROC_CHILDREN
+    return child_pids(own) or [
+        int(entry)
+        for entry in os.listdir("/proc")
+        if entry.isdigit() and stat_fields(entry)[1:2] == [str(own)]
+    ]
 
 
 def _describe(pid: int) -> str:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return str(pid)
-    name, state = stat.partition("(")[2].rpartition(")")[0], stat.rpartition(")")[2].split()[0]
-    return f"{pid} ({printable(name)}, state {state})"
+    return f"{pid} ({printable(name)}, state {''.join(stat_fields(pid)[:1])})"
 
 
-def _kill_group(pid: int, kind: int) -> None:
-    try:
-        os.killpg(pid, kind)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _kill(pid: int, kind: int) -> None:
-    try:
-        os.kill(pid, kind)
-    except (ProcessLookupError, PermissionError):
-        pass
+def _kill(pid: int, kind: int, group: bool) -> None:
+    """Signal a process, or its group; do nothing if that is not possible."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        (os.killpg if group else os.kill)(pid, kind)

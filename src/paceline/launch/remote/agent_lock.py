@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 
 from ...security.handshake import DROPPED_CONNECTION_ERRORS
+from ...security.processes import start_ticks
 from ..channel import Channel, connect_channel
-from ..linux_processes import signal_checked, stat_fields
+from ..linux_processes import signal_checked
 
 # Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
 END_TIMEOUT_S = 6.0
@@ -154,15 +155,17 @@ def _holder(inode: int) -> int:
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
+        pid = int(entry.name)
         with contextlib.suppress(OSError):  # a process of another user, or one that has ended
-            if entry.stat().st_uid == os.geteuid() and _has_socket(entry.name, inode):
-                found.append((_start_time(entry.name), int(entry.name)))
+            is_own = entry.stat().st_uid == os.geteuid()
+            if is_own and _has_socket(pid, inode) and (ticks := start_ticks(pid)):
+                found.append((ticks, pid))
     if not found:
         raise HeldByOtherUserError
     return min(found)[1]
 
 
-def _has_socket(pid: str, inode: int) -> bool:
+def _has_socket(pid: int, inode: int) -> bool:
     folder = f"/proc/{pid}/fd"
     wanted = f"socket:[{inode}]"
     for fd in os.listdir(folder):
@@ -170,8 +173,3 @@ def _has_socket(pid: str, inode: int) -> bool:
             if os.readlink(f"{folder}/{fd}") == wanted:
                 return True
     return False
-
-
-def _start_time(pid: str) -> int:
-    """Return when a process began, in clock ticks since the system's start."""
-    return int(stat_fields(pid)[19])
