@@ -23,25 +23,139 @@ from ..cluster.rank_identity import launched_by
 from ..comm.reachable_address import Listener, try_all, variables
 from ..record.ring.tail import MAX_RECORD_BYTES
 from ..security.files import read_regular
+from ..security.processes import start_ticks
 from . import job_folder
 from .affinity import bind_ranks
 from .affinity.node_share import take_share
-from .channel import START_MARKER, Channel, InvalidMessageError
+from .channel import (
+    START_MARKER,
+    Channel,
+    InvalidMessageError,
+    LauncherNotFoundError,
+    connect_to_launcher,
+)
 from .job import Job, check, preloads
-from .linux_processes import SUBREAPER, prctl
+from .linux_processes import SUBREAPER, prctl, signal_checked
 from .monitor import live_records
 from .monitor.interrupt import DeferredTermination
 from .ranks.connection_owner import Endpoint, connection_owner
 from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
-from .remote.agent_lock import (
-    HeldByOtherUserError,
-    LauncherNotFoundError,
-    acquire,
-    connect_to_launcher,
-)
 from .remote.prepare_hosts import describe_host
+
+# The lock of a node's agent: a job has one agent on each node, even after a restart.
+#
+# A previous agent, which may still occupy the GPUs while the launcher can't reach it, is ended
+# first. The lock is the name of an abstract Unix socket (no file), which nobody can connect to. The
+# kernel lists the inode of each name, and each process of this user shows the inodes of its
+# sockets: the holder is found without its help, and without that of other users.
+
+# Time for the previous agent to end its ranks. Then it is killed, and its rank server ends them.
+PREVIOUS_AGENT_TIMEOUT_S = 6.0
+_LOCK_POLL_S = 0.05
+_UNIX_SOCKETS = Path("/proc/net/unix")
+
+
+class HeldByOtherUserError(Exception):
+    """A process of another user has the name of the lock."""
+
+
+def acquire_agent_lock(run: str, place: int) -> socket.socket:
+    """Make this process the only agent of a job on a node.
+
+    Args:
+        run: ID of the run.
+        place: Index of the node in the job.
+
+    Returns:
+        The socket that holds the lock as long as it is open.
+
+    Raises:
+        HeldByOtherUserError: Another user's process holds the name. It is not waited for.
+        ValueError: The previous agent can't be ended.
+    """
+    name = f"paceline-agent-{os.getuid()}-{run}-{place}"
+    began, holder = time.monotonic(), 0
+    means = [(PREVIOUS_AGENT_TIMEOUT_S, signal.SIGKILL), (0.0, signal.SIGHUP)]
+    while time.monotonic() - began < 2 * PREVIOUS_AGENT_TIMEOUT_S:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0{name}")
+            return lock
+        except OSError:
+            lock.close()
+        inode = _socket_inode(name)
+        if inode is not None:  # else the name is free by now
+            holder = _socket_holder(inode)
+            if means and time.monotonic() - began >= means[-1][0]:
+                _, kind = means.pop()
+                _end_previous_agent(holder, kind, name)
+        time.sleep(_LOCK_POLL_S)
+    raise ValueError(
+        f"the previous agent of this job on {socket.gethostname()} (process {holder}) can't be "
+        "ended. HINT: end it, or leave the node out"
+    )
+
+
+def _end_previous_agent(pid: int, kind: signal.Signals, name: str) -> None:
+    """Send a signal to the process, if it still holds the name."""
+
+    def holds() -> bool:
+        inode = _socket_inode(name)
+        return inode is not None and _socket_holder(inode) == pid
+
+    with contextlib.suppress(OSError, HeldByOtherUserError):
+        # A stopped process handles no signals before SIGCONT.
+        signal_checked(pid, [kind, signal.SIGCONT], holds)
+
+
+def _socket_inode(name: str) -> int | None:
+    """Return the inode of the socket that has an abstract name; None if there is none.
+
+    Raises:
+        HeldByOtherUserError: The system does not list its sockets.
+    """
+    end = f" @{name}\n".encode()
+    try:
+        with _UNIX_SOCKETS.open("rb") as lines:
+            found = [int(line.split()[6]) for line in lines if line.endswith(end)]
+    except OSError:
+        raise HeldByOtherUserError from None
+    return max(found, default=None)
+
+
+def _socket_holder(inode: int) -> int:
+    """Return the PID of this user's process that holds a socket, the oldest if it was forked.
+
+    Raises:
+        HeldByOtherUserError: No other process of this user holds it.
+    """
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        pid = int(entry.name)
+        with contextlib.suppress(OSError):  # a process of another user, or one that has ended
+            is_own = entry.stat().st_uid == os.geteuid()
+            if is_own and _has_socket(pid, inode) and (ticks := start_ticks(pid)):
+                found.append((ticks, pid))
+    if not found:
+        raise HeldByOtherUserError
+    return min(found)[1]
+
+
+def _has_socket(pid: int, inode: int) -> bool:
+    folder = f"/proc/{pid}/fd"
+    wanted = f"socket:[{inode}]"
+    for fd in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"{folder}/{fd}") == wanted:
+                return True
+    return False
+
+
+# The agent.
 
 LAUNCHER_TIMEOUT_S = 900.0  # longer than a launcher is usually suspended (Ctrl-Z)
 RECORD_CHUNK_BYTES = 4 << 20
@@ -171,7 +285,7 @@ class HostAgent:
         assert self.job is not None
         self._stop_listening()
         try:
-            self.agent_lock = acquire(begin["PACELINE_RUN"], place)
+            self.agent_lock = acquire_agent_lock(begin["PACELINE_RUN"], place)
         except HeldByOtherUserError:
             self.send(
                 warning="a process of another user has the name of this job's agent: an agent that "

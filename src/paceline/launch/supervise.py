@@ -27,8 +27,7 @@ from .guard.guarded_job import GuardedJob
 from .job import Job
 from .job_end import JobEnd
 from .layout import Seat, make_seats
-from .monitor.failures import RankStatus, describe_failure, first_failure
-from .monitor.hang_detector import HangDetector
+from .monitor.failures import HangDetector, RankStatus, describe_failure, first_failure
 from .monitor.interrupt import (
     EARLY_STOP_TIMEOUT_S,
     Interrupt,

@@ -9,8 +9,8 @@ import time
 import pytest
 import ranks
 
-from paceline.launch.monitor import hang_detector
-from paceline.launch.monitor.hang_detector import HangDetector
+from paceline.launch.monitor import failures
+from paceline.launch.monitor.failures import HangDetector
 from paceline.launch.monitor.live_records import JobSnapshot
 from paceline.launch.monitor.progress import ProgressReport
 
@@ -236,8 +236,8 @@ def test_job_continues_after_short_network_outage_which_report_shows(hosts, shar
 # paceline run, with another default of --hang-timeout than 300 s. (The ranks import torch.)
 SHORT_DEFAULT = """
     from paceline.cli import main
-    from paceline.launch.monitor import hang_detector
-    hang_detector.DEFAULT_HANG_TIMEOUT_S = {seconds}
+    from paceline.launch.monitor import failures
+    failures.DEFAULT_HANG_TIMEOUT_S = {seconds}
     main()
     """
 
@@ -312,7 +312,7 @@ class SilentJob:
 
     def __init__(self, monkeypatch, timeout):
         self.now, self.idle_since, self.said = 0.0, 0.0, []
-        monkeypatch.setattr(hang_detector.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(failures.time, "monotonic", lambda: self.now)
         self.detector = HangDetector(timeout, lambda _: JobSnapshot([], [], False, {}))
 
     def run(self, until):

@@ -12,8 +12,8 @@ import pytest
 import ranks
 import users
 
-from paceline.launch.remote import agent_lock
-from paceline.launch.remote.agent_lock import HeldByOtherUserError, acquire
+from paceline.launch import host_agent
+from paceline.launch.host_agent import HeldByOtherUserError, acquire_agent_lock
 
 # Holds the name with a queue of connections that is full.
 SQUATS = """
@@ -41,24 +41,24 @@ def test_name_held_by_another_user_is_not_waited_for(listens):
         other.stdout.readline()
         begun = time.monotonic()
         with pytest.raises(HeldByOtherUserError):
-            acquire(run, 0)
-        assert time.monotonic() - begun < agent_lock.END_TIMEOUT_S / 2
+            acquire_agent_lock(run, 0)
+        assert time.monotonic() - begun < host_agent.PREVIOUS_AGENT_TIMEOUT_S / 2
         other.communicate("")
-    acquire(run, 0).close()
+    acquire_agent_lock(run, 0).close()
 
 
 def test_nobody_can_connect_to_the_lock():
     run = uuid.uuid4().hex
-    held, stranger = acquire(run, 0), socket.socket(socket.AF_UNIX)
+    held, stranger = acquire_agent_lock(run, 0), socket.socket(socket.AF_UNIX)
     with held, stranger, pytest.raises(ConnectionRefusedError):
         stranger.connect(f"\0paceline-agent-{os.getuid()}-{run}-0")
 
 
 HOLDS = """
     import os, signal, sys
-    from paceline.launch.remote.agent_lock import acquire
+    from paceline.launch.host_agent import acquire_agent_lock
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    lock = acquire(sys.argv[1], 0)
+    lock = acquire_agent_lock(sys.argv[1], 0)
     child = os.fork()
     if child:  # the child is not the agent: it ends with it
         open("holds", "w").close()
@@ -67,13 +67,13 @@ HOLDS = """
 
 
 def test_previous_agent_that_does_not_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_lock, "END_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(host_agent, "PREVIOUS_AGENT_TIMEOUT_S", 1.5)
     run = uuid.uuid4().hex
     script = ranks.write(tmp_path, HOLDS.replace("    child = os.fork()\n", "    child = 1\n"))
     previous = subprocess.Popen([sys.executable, str(script), run], cwd=tmp_path)
     try:
         ranks.wait_until((tmp_path / "holds").exists)
-        acquire(run, 0).close()
+        acquire_agent_lock(run, 0).close()
         assert previous.wait(5) == -signal.SIGKILL
     finally:
         previous.kill()
@@ -86,8 +86,8 @@ def test_holder_is_the_process_that_was_not_forked(tmp_path):
     previous = subprocess.Popen([sys.executable, str(script), run], cwd=tmp_path, process_group=0)
     try:
         ranks.wait_until((tmp_path / "holds").exists)
-        inode = agent_lock._inode(f"paceline-agent-{os.getuid()}-{run}-0")
-        assert agent_lock._holder(inode) == previous.pid
+        inode = host_agent._socket_inode(f"paceline-agent-{os.getuid()}-{run}-0")
+        assert host_agent._socket_holder(inode) == previous.pid
     finally:
         os.killpg(previous.pid, signal.SIGKILL)
         previous.wait()

@@ -13,9 +13,13 @@ from channels import accept_channel
 
 import bed
 from paceline.cluster.topology.network_interfaces import Link, network_links
-from paceline.launch.channel import connect_channel, new_secret
-from paceline.launch.remote import agent_lock, start_agents
-from paceline.launch.remote.agent_lock import LauncherNotFoundError
+from paceline.launch.channel import (
+    LauncherNotFoundError,
+    connect_channel,
+    connect_to_launcher,
+    new_secret,
+)
+from paceline.launch.remote import start_agents
 from paceline.launch.remote.start_agents import AgentConnections, AgentListener, addresses_towards
 from paceline.launch.remote.start_commands import LaunchTool
 
@@ -74,7 +78,7 @@ def agents_of(number, secret, where):
     """
 
     def agent(place):
-        channel = agent_lock.connect_to_launcher(where, secret)
+        channel = connect_to_launcher(where, secret)
         channel.send({"place": place})
         channel.send({"hello": {}})
         made.append(channel)
@@ -159,9 +163,7 @@ def test_dropped_agent_reconnects(closing):
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     where = f"127.0.0.1,{door.getsockname()[1]}"
     result = []
-    agent = threading.Thread(
-        target=lambda: result.append(agent_lock.connect_to_launcher(where, SECRET))
-    )
+    agent = threading.Thread(target=lambda: result.append(connect_to_launcher(where, SECRET)))
     agent.start()
     for said in (b"", bytes(32), bytes(64)):
         with door.accept()[0] as visitor:
@@ -175,13 +177,13 @@ def test_dropped_agent_reconnects(closing):
 
 
 def test_agent_that_is_always_dropped_times_out(closing, monkeypatch):
-    monkeypatch.setattr(agent_lock, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("paceline.launch.channel.PATIENCE_SECONDS", 0.5)
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     agent = threading.Thread(target=drop_all, args=(door,), daemon=True)
     agent.start()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError) as raised:
-        agent_lock.connect_to_launcher(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
+        connect_to_launcher(f"127.0.0.1,{door.getsockname()[1]}", SECRET)
     assert 0.4 < time.monotonic() - begun < 3.0
     assert raised.value.dropped
 
@@ -198,7 +200,7 @@ def test_agent_fails_immediately_if_connection_is_refused():
     port = ranks.free_port()
     begun = time.monotonic()
     with pytest.raises(LauncherNotFoundError, match=r"127\.0\.0\.1: Connection refused") as raised:
-        agent_lock.connect_to_launcher(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
+        connect_to_launcher(f"127.0.0.1,{port};127.0.0.2,{port}", SECRET)
     assert time.monotonic() - begun < 3.0
     assert not raised.value.dropped
     assert set(raised.value.tried) == {"127.0.0.1", "127.0.0.2"}
