@@ -7,6 +7,7 @@ carries a keyed hash (HMAC-SHA256 over a counter and the message), so that no ot
 insert messages. Nothing is encrypted, and nothing is unpickled. See docs/explanation/security.md.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -19,7 +20,7 @@ import struct
 import time
 from typing import Any
 
-from ..security.files import InvalidFileError
+from ..security.files import InvalidFileError, write_all
 from ..security.handshake import (
     DROPPED_CONNECTION_ERRORS,
     Handshake,
@@ -28,11 +29,11 @@ from ..security.handshake import (
     run_handshake,
 )
 from ..security.schema import load_json
+from .linux_processes import is_ready
 
 FRAME_HEADER = struct.Struct(">II")  # bytes of JSON, raw bytes
 MAX_JSON_BYTES, MAX_RAW_BYTES = 16 << 20, 16 << 20
-MAC_BYTES = 32
-NONCE_BYTES = 32
+MAC_BYTES = NONCE_BYTES = 32
 HANDSHAKE_SECONDS = 5.0  # from a connection until both sides have proved that they know the secret
 MAX_LOGIN_BYTES = 1 << 20  # that login scripts print before BEGIN
 # Over ssh, what login scripts print comes first; the channel begins behind this line.
@@ -71,15 +72,11 @@ class Channel:
         if self._key is not None:
             frame += _mac(self._key, b"%d" % self._sent, frame)
             self._sent += 1
-        view = memoryview(frame)
-        while view:
-            view = view[os.write(self._write_fd, view) :]
+        write_all(self._write_fd, frame)
 
     def has_room(self) -> bool:
         """Whether a short message can be sent without waiting for the reader."""
-        poll = select.poll()
-        poll.register(self._write_fd, select.POLLOUT)
-        return bool(poll.poll(0))
+        return is_ready(self._write_fd, select.POLLOUT, 0.0)
 
     def receive(self) -> list[tuple[dict[str, Any], bytes]] | None:
         """Return the messages that are available once the descriptor is readable; None at the end.
@@ -106,11 +103,8 @@ class Channel:
     def skip_login_output(self, seconds: float) -> bytes | None:
         """Read up to ``START_MARKER``. Return what came before it; None if it did not come."""
         deadline = time.monotonic() + seconds
-        poll = select.poll()  # select takes no descriptors above 1023
-        poll.register(self._read_fd, select.POLLIN)
         while START_MARKER not in self._buffer:
-            left = deadline - time.monotonic()
-            ready = poll.poll(max(0.0, left) * 1000)
+            ready = is_ready(self._read_fd, select.POLLIN, deadline - time.monotonic())
             data = os.read(self._read_fd, 1 << 16) if ready else b""
             if not data or len(self._buffer) > MAX_LOGIN_BYTES:
                 return None
@@ -128,10 +122,8 @@ class Channel:
             except OSError:
                 pass
         for fd in self.descriptors:
-            try:
+            with contextlib.suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass
 
     def _next_message(self) -> tuple[dict[str, Any], bytes] | None:
         if len(self._buffer) < FRAME_HEADER.size:

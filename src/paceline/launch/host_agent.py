@@ -185,8 +185,9 @@ class HostAgent:
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
         self.store_messages: deque[dict[str, Any]] = deque()  # of the store's thread, to be sent
-        self.wake_out: socket.socket | None = None  # readable if there are any
-        self.wake_in: socket.socket | None = None
+        self.wake_out, self.wake_in = os.pipe()  # readable if there are any
+        os.set_blocking(self.wake_in, False)
+        self.selector.register(self.wake_out, selectors.EVENT_READ)
         self.last_message_at = time.monotonic()
         self.finished = False
         self.termination = DeferredTermination()
@@ -222,7 +223,7 @@ class HostAgent:
                 self._dispatch(message)
         elif source is self.local_host:
             self._report_exits()
-        elif source is self.wake_out:
+        elif source == self.wake_out:
             self._send_store_messages()
         elif source in self.pipes:
             self._forward_output(source)
@@ -300,7 +301,7 @@ class HostAgent:
         environment.pop("PACELINE_SECRET", None)
         environment = {**variables(interface), **environment}
         own_descriptors = [
-            *self.channel.descriptors,
+            *(*self.channel.descriptors, self.wake_out, self.wake_in),
             *([self.agent_lock.fileno()] if self.agent_lock else []),
         ]
         self.server = start_server(self.folder, preloads(self.job, self.source), own_descriptors)
@@ -308,6 +309,7 @@ class HostAgent:
             self.server, environment, self.places, variables_by_rank, address, self.job.smt
         )
         self.local_host.set_output(self)
+        self.local_host.ask_agents, self.local_host.report = self.ask_agents, self.report
         # readable when the server is ready
         self.selector.register(self.local_host, selectors.EVENT_READ)
 
@@ -316,10 +318,6 @@ class HostAgent:
         if store is None:
             self.local_host.close_store()
             return
-        if self.wake_out is None:
-            self.wake_out, self.wake_in = socket.socketpair()
-            self.selector.register(self.wake_out, selectors.EVENT_READ)
-            self.local_host.ask_agents, self.local_host.report = self.ask_agents, self.report
         address, port = self.local_host.open_store(store)
         self.send(store=port, address=address)
 
@@ -332,14 +330,15 @@ class HostAgent:
         self._send_later(say=text)
 
     def _send_later(self, **message: Any) -> None:
-        """Send a message of the store's thread: the main thread sends it."""
-        assert self.wake_in is not None
+        """Have the main thread send a message of the store's thread, which must not wait for it:
+        the main thread waits for that thread when it closes the store.
+        """
         self.store_messages.append(message)
-        self.wake_in.send(b".")
+        with contextlib.suppress(BlockingIOError):  # full: the main thread wakes up anyway
+            os.write(self.wake_in, b".")
 
     def _send_store_messages(self) -> None:
-        assert self.wake_out is not None
-        self.wake_out.recv(4096)
+        os.read(self.wake_out, 4096)
         while self.store_messages:
             self.send(**self.store_messages.popleft())
 

@@ -251,7 +251,7 @@ def clear_orphans() -> None:
     """Clear the folders of jobs of which all processes were killed, including those that would
     have cleared the folder.
     """
-    for folder in _job_folders():
+    for folder in _folders(_prefix()):
         with folder:
             lock = _lock(folder)
             if lock is not None:
@@ -276,10 +276,6 @@ def _prefix() -> str:
 
 def _new_prefix() -> str:
     return f"paceline-new-{os.getuid()}-"
-
-
-def _job_folders() -> Iterator[Folder]:
-    return _folders(_prefix())
 
 
 def _folders(prefix: str) -> Iterator[Folder]:
@@ -368,7 +364,7 @@ def _lock(folder: Folder) -> int | None:
 def running() -> list[Path]:
     """Return the folders of this user's jobs that run on this host, without changing anything."""
     found = []
-    for folder in _job_folders():
+    for folder in _folders(_prefix()):
         with folder:
             if _locked(folder):
                 found.append(folder.path)
@@ -421,10 +417,8 @@ def try_write_label(folder: Path, command: list[str], run: str) -> None:
     """Write the label of a job folder. A failure (no space) is ignored, because only
     ``paceline top`` and ``report`` of a running job read the label.
     """
-    try:
+    with contextlib.suppress(OSError):
         write_label(folder, command, run)
-    except OSError:
-        pass
 
 
 def read_label(folder: Path) -> Label:
@@ -471,11 +465,9 @@ def _write_destination_file(folder: Path, found: dict[str, Any]) -> None:
 
 def write_attempt(folder: Path, number: int) -> None:
     """Store that attempt ``number`` begins: only its records count as the run's records."""
-    try:
-        with Folder.open(folder) as opened:
-            opened.write(ATTEMPT, str(number).encode())
-    except OSError:
-        pass  # nearly always the attempt can be read from the records as well
+    # nearly always the attempt can be read from the records as well
+    with contextlib.suppress(OSError), Folder.open(folder) as opened:
+        opened.write(ATTEMPT, str(number).encode())
 
 
 def clear(folder: Path, orphan: bool = False) -> bool:
@@ -528,11 +520,8 @@ def clear(folder: Path, orphan: bool = False) -> bool:
 
 def remove(folder: Path) -> None:
     """Remove a job folder and all its contents. Never raises."""
-    try:
-        with _open(folder) as opened:
-            opened.remove_all(last=LOCK)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), _open(folder) as opened:
+        opened.remove_all(last=LOCK)
 
 
 def _report_copy_failure(folder: Folder, error: Exception) -> None:
@@ -541,10 +530,8 @@ def _report_copy_failure(folder: Folder, error: Exception) -> None:
         f"{folder.path}; the next paceline run on this node tries again. HINT: free space at the "
         f"destination, or cp {folder.path}/*.ring to another folder\n"
     )
-    try:
+    with contextlib.suppress(OSError):  # without the marker the failure is reported again
         os.close(folder.open_file(FAILED, os.O_WRONLY | os.O_CREAT))
-    except OSError:
-        pass  # without the marker the failure is reported again
 
 
 def _set_aside(folder: Folder) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,10 +18,8 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children o
 
 def prctl(option: int, value: int) -> None:
     """Call prctl(2). Do nothing on systems without it."""
-    try:
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-    except AttributeError:
-        pass
 
 
 def set_title(title: str) -> None:
@@ -74,6 +73,13 @@ def signal_checked(pid: int, kinds: list[int], is_meant: Callable[[], bool]) -> 
     finally:
         if fd is not None:
             os.close(fd)
+
+
+def is_ready(descriptor: int, event: int, seconds: float) -> bool:
+    """Wait until a descriptor is readable (select.POLLIN) or writable (select.POLLOUT)."""
+    poll = select.poll()  # select takes no descriptors above 1023
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
 def signal_name(number: int) -> str:

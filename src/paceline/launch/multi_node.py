@@ -140,9 +140,7 @@ def run(
             joining.watcher.disconnect()
             record_server.close()
     except TerminatedError as end:
-        name = signal.Signals(end.number).name
-        sys.stderr.write(f"paceline: {name} before the ranks started\n")
-        return 128 + end.number
+        return end.report_before_start()
     finally:
         ignore_termination()
         connections.close()

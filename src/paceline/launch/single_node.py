@@ -1,5 +1,6 @@
 """Run a job on this node: check it, start the ranks, watch them, report."""
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -40,9 +41,7 @@ def run(job: Job, message: str = "") -> int:
     try:
         code, kept = _run(job, interrupt, message)
     except TerminatedError as end:
-        name = signal.Signals(end.number).name
-        sys.stderr.write(f"paceline: {name} before the ranks started\n")
-        return 128 + end.number
+        return end.report_before_start()
     if job.record is not None and kept:
         print_summary(job.record, code, job.summary, job.guard)
     if interrupt.stopped_early:
@@ -117,10 +116,8 @@ def run_rank_server(job: ForkedRankServer) -> NoReturn:
     # A module that asks for GPUs must not initialize their driver: forks could not use it then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks have their own environment
     for name in job.preloads:
-        try:
+        with contextlib.suppress(Exception):  # the script will get the same, with a traceback
             importlib.import_module(name)
-        except Exception:
-            pass  # the script will get the same error, with a traceback
     gc.freeze()  # keep imported objects shared: the ranks' garbage collectors skip them
     start = fork_server.serve(job.channel, job.folder)
     if job.preloads:

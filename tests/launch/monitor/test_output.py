@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from paceline.launch.monitor.output import ERR, MAX_LINES_AFTER, OUT, RankOutput
+from paceline.launch.monitor.output import ERR, MAX_LINES_AFTER, OUT, STATUS, RankOutput
 
 TRACEBACK = b"Traceback\nKeyError: 0\n"
 
@@ -44,3 +44,14 @@ def test_error_of_a_rank_is_on_the_screen_until_many_lines_follow(output):
     assert output.shows_error(0)
     output.forget(0)
     assert not output.shows_error(0)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"logged": {"loss": 1.0}}', b'{"exception": "ValueError: 1"}', b"{", b"[]"]
+)
+def test_message_that_is_not_of_paceline_is_ignored(line):
+    messages = []
+    output = RankOutput(1, io.BytesIO(), io.BytesIO(), lambda *message: messages.append(message))
+    output.take(0, STATUS, line + b'\n{"finished": 0}\n')
+    output.close()
+    assert messages == [(0, {"finished": 0})]

@@ -1,6 +1,7 @@
 """A job starts despite many unauthorized connections to the ports that it opens."""
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -14,11 +15,13 @@ from channels import accept_channel
 import bed
 from paceline.cluster.topology.network_interfaces import Link, network_links
 from paceline.launch.channel import (
+    Channel,
     LauncherNotFoundError,
     connect_channel,
     connect_to_launcher,
     new_secret,
 )
+from paceline.launch.host_agent import HostAgent
 from paceline.launch.remote import start_agents
 from paceline.launch.remote.start_agents import AgentConnections, AgentListener, addresses_towards
 from paceline.launch.remote.start_commands import LaunchTool
@@ -108,6 +111,21 @@ def test_agents_are_accepted_among_1000_idle_connections(flooded):
         assert listener.strangers().endswith(")")
     for channel in (*channels, *listener.visitors):
         channel.close()
+
+
+def test_store_does_not_wait_for_an_agent_that_is_busy():
+    """The agent waits for the thread of the store's gate when it closes the store."""
+    agent = HostAgent(Channel(*os.pipe()))
+    many = 1 << 17  # more than a pipe takes
+
+    def ask():
+        for number in range(many):
+            agent.ask_agents(number, ("10.0.0.5", 4000), ("10.0.0.1", 5000))
+
+    gate = threading.Thread(target=ask, daemon=True)
+    gate.start()
+    gate.join(30.0)
+    assert len(agent.store_messages) == many
 
 
 def test_agent_with_invalid_index_is_rejected(closing):

@@ -6,6 +6,7 @@ import system the exception is swallowed. So the signal is also remembered and c
 
 import functools
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +23,12 @@ class TerminatedError(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+    def report_before_start(self) -> int:
+        """Print that the job ends before its ranks have started; return its exit code."""
+        name = signal.Signals(self.number).name
+        sys.stderr.write(f"paceline: {name} before the ranks started\n")
+        return 128 + self.number
 
 
 def raise_on_termination(take: Callable[[int], bool] = lambda number: False) -> None:

@@ -35,8 +35,9 @@ class ModelMessage(TypedDict):
 
 
 class RankMessage(TypedDict, total=False):
-    """A message: one of these keys; an exception also has ``at`` and ``code``, and ``logged``
-    (values of world.log) ``step`` and ``seen``.
+    """A message: one of these keys, with the keys that it needs (``NEEDED_KEYS``).
+
+    ``logged`` has values of ``world.log``.
     """
 
     say: str
@@ -58,6 +59,9 @@ class RankMessage(TypedDict, total=False):
     seen: Count
 
 
+NEEDED_KEYS = {"exception": ("at", "code"), "logged": ("step", "seen")}
+
+
 def message_of(line: bytes) -> RankMessage:
     """Return the message in a line.
 
@@ -72,6 +76,7 @@ def message_of(line: bytes) -> RankMessage:
         escape=False,
         max_parsed_bytes=MAX_PARSED_MESSAGE_BYTES,
     )
-    if "exception" in message and not {"at", "code"} <= message.keys():
-        raise InvalidFileError("the status pipe", "has an exception without its time and code")
+    for name, needed in NEEDED_KEYS.items():
+        if name in message and not all(key in message for key in needed):
+            raise InvalidFileError("the status pipe", f"has {name} without {' and '.join(needed)}")
     return message

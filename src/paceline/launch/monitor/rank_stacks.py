@@ -128,10 +128,8 @@ class _Reading:
 
     def close(self) -> None:
         """Wait for py-spy, which has ended or was killed, and close its output files."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         self._forget()
 
     def _forget(self) -> None:

@@ -6,6 +6,7 @@ kills all ranks and their remaining descendants, clears the job folder, and exit
 process is orphaned. The rank server is the subreaper of the ranks' descendants.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -174,10 +175,8 @@ def _reap(channel: socket.socket, ranks: RankGroups, memory: OomKillCounter) -> 
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the agent has ended; the next receive detects it
         channel.send(json.dumps(message).encode())
-    except OSError:
-        pass  # the agent has ended; the next receive detects it
 
 
 def _cover(request: str, node: str, folder: Path) -> Path | None:

@@ -33,11 +33,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...cluster.launcher_variables import HOROVODRUN_PORT
 from ...cluster.topology.visible_gpus import gpu_count
 from ..layout import Seat
+from .host import Host
 
 # Not overwritten: the user may have set these on purpose (another network interface, or a cluster
 # with other tasks).
@@ -62,14 +63,6 @@ class Worker:
     local_rank: int
     address: str
     port: int
-
-
-class Host(Protocol):
-    """A host on which ranks run."""
-
-    address: str
-
-    def free_ports(self, count: int) -> list[int]: ...
 
 
 def worker_addresses(seats: Sequence[Seat], hosts: Sequence[Host]) -> tuple[list[Worker], int]:

@@ -1,5 +1,6 @@
 """The ranks of this host, forked by the rank server that this process controls."""
 
+import contextlib
 import errno
 import gc
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..job_folder import write_attempt
-from ..linux_processes import signal_name
+from ..linux_processes import is_ready, signal_name
 from ..monitor.progress import ProgressMonitor, ProgressReport
 from ..monitor.rank_messages import MAKE_ROOM_SIGNAL
 from .fork_server import MESSAGE_BYTES, RankStart, send_start
@@ -80,10 +81,8 @@ class RankServer:
 
     def end(self, grace: float) -> None:
         """End all ranks and the server; the server keeps the records and removes the folder."""
-        try:
+        with contextlib.suppress(OSError):
             self.channel.send(json.dumps({"end": grace}).encode())
-        except OSError:
-            pass
         self.channel.close()
         os.kill(self.pid, signal.SIGCONT)  # a stopped server ends no ranks
         os.waitpid(self.pid, 0)
@@ -251,9 +250,7 @@ class LocalHost:
         if self.server_ended:
             time.sleep(seconds)
         elif not self._pending_exits:
-            waiting = select.poll()  # select takes no descriptors above 1023
-            waiting.register(self._channel, select.POLLIN)
-            waiting.poll(seconds * 1000)
+            is_ready(self._channel.fileno(), select.POLLIN, seconds)
 
     def take_exits(self) -> Iterator[tuple[int, int, float]]:
         """Yield (rank, exit code or minus the signal, monotonic time) of ranks that ended since the
@@ -298,13 +295,10 @@ class LocalHost:
         group = kind not in (signal.SIGUSR1, signal.SIGUSR2, MAKE_ROOM_SIGNAL)
         message = {"signal": self._pids[rank], "kind": int(kind), "group": group}
         # Only the server knows which PIDs still belong to ranks.
-        waiting = select.poll()
-        waiting.register(self._channel, select.POLLOUT)
-        waiting.poll(SERVER_TIMEOUT_S * 1000)
-        try:
+        is_ready(self._channel.fileno(), select.POLLOUT, SERVER_TIMEOUT_S)
+        # an error: the server has ended and its ranks with it, or it is stopped
+        with contextlib.suppress(OSError):
             self._channel.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
-        except OSError:
-            pass  # the server has ended and its ranks with it, or it is stopped
 
     def exit_reason(self, rank: int) -> str:
         """Return whether memory ran out on this host, or ""."""

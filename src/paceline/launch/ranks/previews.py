@@ -45,6 +45,7 @@ from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...report.console import PlainConsole
 from ...report.terminal.rehearsal import rehearsal_json, render
+from ...security.files import write_all
 from ...security.schema import parse_json
 
 if TYPE_CHECKING:
@@ -313,9 +314,7 @@ def _be_rank(
         code = run()
         facts = watch.facts(code)
         outcome = Outcome(facts, log.kept)
-        text = json.dumps(msgspec.to_builtins(outcome)).encode()
-        while text:
-            text = text[os.write(report, text) :]
+        write_all(report, json.dumps(msgspec.to_builtins(outcome)).encode())
     except BaseException as error:
         sys.stderr.write(f"paceline: the rehearsal of rank {rank} failed: {error!r}\n")
         sys.stderr.flush()
