@@ -80,6 +80,7 @@ RIGHT = {
     },
     "launch/host_agent.py": {
         "os.open(os.devnull, os.O_RDWR)": "a device",
+        "_UNIX_SOCKETS.open('rb')": "the kernel's",
     },
     "launch/ranks/rank_process.py": {
         "os.open(os.devnull, os.O_RDONLY)": "a device",

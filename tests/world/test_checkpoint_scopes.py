@@ -169,7 +169,7 @@ def test_different_models_without_a_layout_that_divides_them_are_an_error(tmp_pa
 @pytest.mark.parametrize("how", ["per_rank", "from_rank_0"])
 def test_kept_objects_need_state_dict(how):
     import paceline
-    from paceline.world.kept_state import KeptState
+    from paceline.world.training_state import KeptState
 
     with pytest.raises(ValueError, match=rf"paceline.{how}\(\.\.\.\).*this is of type int"):
         KeptState.of("thing", getattr(paceline, how)(3))

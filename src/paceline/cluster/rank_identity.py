@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from ..plurals import counted
 from .launcher_variables import Source, is_from_hydra, launch_sources
-from .schedulers import lsf, nodefile, slurm
+from .schedulers import lsf, slurm
+from .schedulers.allocation import read_nodefile
 from .schedulers.env_numbers import Environment, is_number, number
 from .schedulers.hostlist import expand_counts, expand_hostlist, expand_numbers, split_hostlist
 
@@ -276,7 +277,7 @@ def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
         return by_hand, "WORLD_SIZE"
     if pals and on_this_host is not None and environment.get("PBS_NODEFILE"):
         try:
-            hosts = len(nodefile.read_nodefile(environment, "PBS_NODEFILE"))
+            hosts = len(read_nodefile(environment, "PBS_NODEFILE"))
             return (
                 on_this_host * hosts,
                 f"PALS_LOCAL_SIZE={on_this_host} on {counted(hosts, 'node')}",
@@ -308,7 +309,7 @@ def _hosts(environment: Environment, sources: list[str]) -> list[str]:
         found = lsf.allocation(environment)
         return [host.name for host in found.hosts] if found else []
     if "PALS" in sources and environment.get("PBS_NODEFILE"):
-        return list(nodefile.read_nodefile(environment, "PBS_NODEFILE"))
+        return list(read_nodefile(environment, "PBS_NODEFILE"))
     return []
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..analyze.rehearsal.facts import RehearsalRequest
 from ..cluster import horovod_import
-from ..cluster.schedulers import time_limit
+from ..cluster.schedulers.allocation import end_time
 from ..cluster.topology.local_resources import free_memory
 from ..knobs.process import environment
 from ..knobs.registry import VARIABLE
@@ -202,7 +202,7 @@ def check(job: Job) -> bytes:
         raise ValueError(
             f"--bind {job.bind} is not known. HINT: {AUTO}, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
-    time_limit.end_time(os.environ)
+    end_time(os.environ)  # raises ValueError if it is not valid
     _raise_file_limit(MIN_OPEN_FILES + OPEN_FILES_PER_RANK * job.ranks)
     _check_address_space()
     if job.record is not None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from ..cluster.schedulers import time_limit
+from ..cluster.schedulers import allocation
 from ..cluster.schedulers.env_numbers import Environment
 from ..security.processes import run_program
 
@@ -22,7 +22,7 @@ def end_time() -> str | None:
 
     The value is in seconds since 1970. None if there is no time limit or it is unknown.
     """
-    answer = time_limit.end_time(os.environ)
+    answer = allocation.end_time(os.environ)
     if answer is not None:
         return str(answer)
     left = _seconds_left(os.environ)

@@ -1,15 +1,14 @@
 """What ``paceline run`` prints and writes at the end of a job: figures, and the guard's result."""
 
 import json
-import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..security.files import InvalidFileError
 from ..security.outputs import write_output
 from ..security.schema import parse_json
+from .guard.guarded_job import guard_json
 from .requeue import STOPPED_EARLY_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -17,42 +16,6 @@ if TYPE_CHECKING:
 
 NO_FIGURES = "the job has no figures. HINT: --record DIR, or paceline.init() in the script"
 MAX_PARSED_SUMMARY_BYTES = 1 << 30
-
-
-def guard_json(guard: "LossGuard | None") -> dict[str, Any] | None:
-    """Return the field ``guard`` of ``paceline run --json``; None without a reference."""
-    if guard is None or guard.standard is None:
-        return None
-    band, axis = guard.standard.band, guard.standard.axis
-    left = None
-    if guard.departure is not None:
-        left = {name: _finite(value) for name, value in asdict(guard.departure).items()}
-    last = guard.tested[-1] if guard.tested else None
-    return {
-        "result": _result(guard),
-        "on_divergence": guard.request.action.value,
-        "metric": str(guard.metric),
-        "axis": axis,
-        "reference_runs": band.runs,
-        "reference_end": band.end,
-        "values": len(guard.tested),
-        "end": last[1 if axis == "samples" else 0] if last is not None else 0.0,
-        "left": left,
-        "rate_rises": [asdict(rise) for rise in guard.rises],
-    }
-
-
-def _result(guard: "LossGuard") -> str:
-    if guard.departure is not None:
-        return "ranks-differ" if guard.departure.kind == "replicas" else "left-band"
-    if guard.mistake:
-        return "other-model"
-    return "within-band" if guard.tested else "no-values"
-
-
-def _finite(value: Any) -> Any:
-    """Return None for what JSON has no number for."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGuard | None") -> None:

@@ -36,8 +36,6 @@ from ..record.watch.seed_shift import note_seeded, seed_shift
 from .checkpointing import Checkpointer, CheckpointInterval
 from .collectives import Collectives
 from .finish import RunFinalizer
-from .kept_state import from_rank_0 as from_rank_0
-from .kept_state import per_rank as per_rank
 from .layouts.distribution import ModelDistribution
 from .layouts.inference import export_from_world, gather_stages
 from .loops.loop_log import LoopLog
@@ -54,6 +52,8 @@ from .process_group import (
 from .progress import Progress, format_value
 from .training_checks import MODES
 from .training_state import Position, TrainingState
+from .training_state import from_rank_0 as from_rank_0
+from .training_state import per_rank as per_rank
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
     from ..deploy.export import ExportResult

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from ..cluster.schedulers import time_limit
+from ..cluster.schedulers import allocation
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.trial_reports import trial_reporter
 
@@ -42,7 +42,7 @@ class EarlyExitMonitor:
         self._paused = ""  # why a search pauses this trial
         self._handled_signals: list[signal.Signals] = []
         self._termination_reported = False
-        end_time = time_limit.end_time(os.environ)
+        end_time = allocation.end_time(os.environ)
         # An end time before the run began is not this job's.
         self._end_time = end_time if end_time is not None and end_time > time.time() else None
         self._max_margin_s = (

@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import nn
 
 from ..checkpoint.shard_copies import DifferentCopy, PartPath, ShardDigests, TensorPath
 from ..checkpoint.shared_state import OWNED, Difference, SharedState
+from ..comm.members.exchange_objects import all_gather_objects
 from ..optim.gradients import parameters_of
-from ..parallel.mesh import DATA
+from ..parallel.mesh import DATA, Mesh
 from ..parallel.replicated.replica import unwrap
 from ..parallel.strategy.model_state import OwnedState
 from ..plurals import counted, named_ranks
-from .kept_state import KeptState, Scope
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
 from .restoring import load_part, placed_for
@@ -53,6 +54,64 @@ class Position:
         return asdict(self)
 
 
+# Objects of ``world.keep``, and whose state of them a checkpoint holds.
+
+
+class Scope(Enum):
+    """Whose state a checkpoint holds for an object."""
+
+    REPLICATED = "replicated"
+    RANK_0 = "from_rank_0"
+    PER_RANK = "per_rank"
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """An object of ``world.keep``, and the scope of its state."""
+
+    thing: Any
+    scope: Scope
+
+    @classmethod
+    def of(cls, name: str, thing: Any) -> "KeptState":
+        """Return what ``world.keep(name=thing)`` keeps.
+
+        Raises:
+            ValueError: The object has no state_dict and load_state_dict.
+        """
+        kept = thing if isinstance(thing, KeptState) else cls(thing, Scope.REPLICATED)
+        thing = kept.thing
+        if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+            shown = "..." if kept.scope is Scope.REPLICATED else f"paceline.{kept.scope.value}(...)"
+            raise ValueError(
+                f"world.keep({name}={shown}): the object must have state_dict and load_state_dict; "
+                f"this is of type {type(thing).__name__}. HINT: keep an object that has both"
+            )
+        return kept
+
+
+def per_rank(thing: Any) -> KeptState:
+    """Mark an object for ``world.keep`` whose state differs between ranks by design.
+
+    Checkpoints then contain the state of each rank, and each rank restores the state of its number.
+    If the number of ranks changes, new ranks keep their initial state, the states of missing ranks
+    are not restored, and a warning names the object. Where a layout lets ranks share samples, and
+    the number of data ranks stays, each rank restores the state of one with its samples.
+    """
+    return KeptState(thing, Scope.PER_RANK)
+
+
+def from_rank_0(thing: Any) -> KeptState:
+    """Mark an object for ``world.keep``, so that checkpoints contain the state of rank 0.
+
+    All ranks restore it. The states of other ranks may differ and are lost.
+    """
+    return KeptState(thing, Scope.RANK_0)
+
+
+# Random states.
+
+
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's global random number generators."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -72,6 +131,58 @@ def set_random_states(states: dict[str, Any]) -> None:
         np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+# One stream of random numbers for each data rank.
+#
+# Ranks that share samples draw the same numbers from the global generators, and data ranks
+# different ones. Data rank d continues with the generators of rank d, which are those that it
+# would have in a run with data ranks only.
+
+_Numpy = tuple[list[int], int, int, float]  # key, position, and the second normal number
+_States = tuple[bytes, tuple[int, list[int], float | None], _Numpy | None, bytes | None]
+
+
+def share_random_states(mesh: Mesh) -> None:
+    """Give this rank the random states of its data rank. Collective."""
+    found = all_gather_objects(_packed_states(random_states()), _States)
+    set_random_states(_unpacked_states(found[mesh.data_rank]))
+
+
+def _packed_states(states: dict[str, Any]) -> Any:
+    version, numbers, gauss = states["python"]
+    legacy = states.get("numpy")
+    packed = None
+    if legacy is not None:
+        inner = legacy["state"]
+        packed = (inner["key"].tolist(), inner["pos"], legacy["has_gauss"], legacy["gauss"])
+    cuda = states["cuda"].numpy().tobytes() if "cuda" in states else None
+    return states["torch"].numpy().tobytes(), (version, list(numbers), gauss), packed, cuda
+
+
+def _unpacked_states(packed: Any) -> dict[str, Any]:
+    on_cpu, (version, numbers, gauss), legacy, cuda = packed
+    states: dict[str, Any] = {
+        "torch": _byte_tensor(on_cpu),
+        "python": (version, tuple(numbers), gauss),
+    }
+    if legacy is not None:
+        import numpy as np
+
+        key, position, has_gauss, second = legacy
+        states["numpy"] = {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": second,
+        }
+    if cuda is not None:
+        states["cuda"] = _byte_tensor(cuda)
+    return states
+
+
+def _byte_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class TrainingState:

@@ -19,8 +19,12 @@ from paceline.cost.layout_memory import (
 from paceline.parallel.memory.setup import ModelSetup
 from paceline.parallel.mesh import Mesh
 from paceline.report.layout_memory import render
-from paceline.world.layouts.automatic import MemoryOptions, layout_problems, resolve_automatic
-from paceline.world.layouts.distribution import LayoutArguments
+from paceline.world.layouts.distribution import (
+    LayoutArguments,
+    MemoryOptions,
+    layout_problems,
+    resolve_automatic,
+)
 
 SCRIPT = """
     import torch

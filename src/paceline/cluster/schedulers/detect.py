@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 
 from . import lsf, slurm
-from .allocation import Allocation
+from .allocation import Allocation, count_hosts, read_nodefile
 from .env_numbers import Environment, number
 from .hostfile import Host
 from .hostlist import expand_hostlist, expand_numbers
-from .nodefile import count_hosts, read_nodefile
 
 
 def find_allocation(environment: Environment) -> Allocation | None:

@@ -3,10 +3,9 @@
 On CORAL machines (Summit, Sierra) the first host is the launch node, where no rank can run.
 """
 
-from .allocation import Allocation
+from .allocation import Allocation, count_hosts, read_nodefile
 from .env_numbers import Environment, is_number
 from .hostfile import Host
-from .nodefile import count_hosts, read_nodefile
 
 
 def allocation(environment: Environment) -> Allocation | None:

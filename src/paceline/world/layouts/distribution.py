@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.rehearsal.install import is_rehearsed
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import HOST, Layout
+from ...cost.layout_memory import LAYOUTS, LayoutChoice
 from ...knobs.knob import requested
 from ...knobs.layouts import LAYOUT, with_pipeline_settings
 from ...optim.norms import convert_norms
@@ -23,7 +23,8 @@ from ...parallel.clipping import refuse_local_norms
 from ...parallel.deferred import deferred
 from ...parallel.distribute import distribute_model, strategies_for
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
-from ...parallel.memory.setup import ModelSetup, ScriptLimits
+from ...parallel.memory.setup import ForwardInputs, ModelSetup, ScriptLimits
+from ...parallel.memory_budget import GIB, budget_bytes
 from ...parallel.mesh import Mesh
 from ...parallel.offload import check_offload, offload_states
 from ...parallel.pipeline.strategy import PIPELINE_OPTIONS
@@ -43,8 +44,7 @@ from ..collectives import Collectives
 from ..loops.training_loops import TrainingLoops
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
-from ..training_state import TrainingState, random_states, set_random_states
-from .automatic import MemoryOptions, layout_problems, resolve_automatic
+from ..training_state import TrainingState, share_random_states
 from .inference import SampleParts
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
@@ -100,55 +100,6 @@ def _nbytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
     """Return the bytes of this rank's parts that lie on a type of device."""
     parts = map(local_part, tensors)
     return sum(part.nbytes for part in parts if part.device.type == device_type)
-
-
-# One stream of random numbers for each data rank.
-#
-# Ranks that share samples draw the same numbers from the global generators, and data ranks
-# different ones. Data rank d continues with the generators of rank d, which are those that it
-# would have in a run with data ranks only.
-
-_Numpy = tuple[list[int], int, int, float]  # key, position, and the second normal number
-_States = tuple[bytes, tuple[int, list[int], float | None], _Numpy | None, bytes | None]
-
-
-def share_random_states(mesh: Mesh) -> None:
-    """Give this rank the random states of its data rank. Collective."""
-    found = all_gather_objects(_packed(random_states()), _States)
-    set_random_states(_unpacked(found[mesh.data_rank]))
-
-
-def _packed(states: dict[str, Any]) -> Any:
-    version, numbers, gauss = states["python"]
-    legacy = states.get("numpy")
-    packed = None
-    if legacy is not None:
-        inner = legacy["state"]
-        packed = (inner["key"].tolist(), inner["pos"], legacy["has_gauss"], legacy["gauss"])
-    cuda = states["cuda"].numpy().tobytes() if "cuda" in states else None
-    return states["torch"].numpy().tobytes(), (version, list(numbers), gauss), packed, cuda
-
-
-def _unpacked(packed: Any) -> dict[str, Any]:
-    on_cpu, (version, numbers, gauss), legacy, cuda = packed
-    states: dict[str, Any] = {"torch": _bytes(on_cpu), "python": (version, tuple(numbers), gauss)}
-    if legacy is not None:
-        import numpy as np
-
-        key, position, has_gauss, second = legacy
-        states["numpy"] = {
-            "bit_generator": "MT19937",
-            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
-            "has_gauss": has_gauss,
-            "gauss": second,
-        }
-    if cuda is not None:
-        states["cuda"] = _bytes(cuda)
-    return states
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 # The arguments of ``world.distribute`` that say how a model is divided.
@@ -236,6 +187,123 @@ def _kind_of_option(name: str) -> str:
     if name in PIPELINE_OPTIONS:
         return "pipeline"
     return "shards" if name in FULLY_SHARD_OPTIONS else "replicas"
+
+
+# ``layout="auto"`` and the budget of ``recompute="auto"``, from the predicted memory of a rank.
+
+Check = Callable[[Layout, ModelSetup], None]  # raises ValueError where a layout does not fit
+Gather = Callable[[Any, Any], list[Any]]  # a value of each rank, of this type
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Options of ``world.distribute`` that decide the memory of a rank.
+
+    Attributes:
+        layout: The layout; None for "auto".
+        recompute: How blocks recompute.
+        memory_budget: GiB that a rank may take, for ``recompute="auto"``.
+        held_gib: The part of the budget that parameters, gradients and optimizer states take.
+        message: Why "auto" has chosen the layout; else "".
+        predicted_bytes: Peak of a rank with activations, if it was predicted.
+    """
+
+    layout: Layout | None
+    recompute: str | None
+    memory_budget: float | None
+    held_gib: float = 0.0
+    message: str = ""
+    predicted_bytes: int | None = None
+
+
+def resolve_automatic(
+    asked: MemoryOptions,
+    setup: ModelSetup,
+    example_inputs: Any,
+    ranks: int,
+    check: Check,
+    gather: Gather,
+) -> MemoryOptions:
+    """Return the options with a layout, which has the recomputation. Collective for "auto".
+
+    Args:
+        asked: The options of the script.
+        ranks: Number of ranks over which the model would be sharded.
+
+    Raises:
+        ValueError: No layout fits, or the memory of the model can't be predicted.
+    """
+    layout, recompute, budget, message = asked.layout, asked.recompute, asked.memory_budget, ""
+    predicted: int | None = None
+    if layout is None:
+        problems = layout_problems(setup, check)
+        usable = [layout for layout in LAYOUTS if layout not in problems]
+        choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
+        layout = choice.predicted.layout
+        recompute = recompute or layout.recompute
+        message = f"layout='auto': {choice.reason}"
+        if example_inputs is not None:
+            predicted = choice.predicted.memory.total
+            message += ". The loss function is left out; paceline run --show-memory includes it"
+        else:
+            message += (
+                ". Activations are left out. HINT: world.distribute(model, optimizer, "
+                "layout='auto', example_inputs=(x,))"
+            )
+        budget = budget if recompute == "auto" else None
+        layout = replace(layout, recompute=recompute)
+    if recompute != "auto" or budget is None:  # without a budget, what the first forward leaves
+        return MemoryOptions(layout, recompute, budget, message=message, predicted_bytes=predicted)
+    from ...parallel.memory.choose import held_bytes
+
+    check(layout, setup)  # a layout that does not fit is an error of its own
+    gib = budget_bytes(budget, setup.device) / GIB
+    held = held_bytes(setup, layout.without_options, ranks) / GIB
+    return MemoryOptions(layout, recompute, gib, held, message, predicted)
+
+
+def layout_problems(setup: ModelSetup, check: Check) -> dict[Layout, str]:
+    """Return the layouts that the model or the other options of ``world.distribute`` rule out.
+
+    Raises:
+        ValueError: No layout is possible.
+    """
+    problems: dict[Layout, str] = {}
+    for layout in LAYOUTS:
+        try:
+            check(layout, setup)
+        except ValueError as error:
+            problems[layout] = str(error)
+    if len(problems) == len(LAYOUTS):
+        raise ValueError(next(iter(problems.values())))
+    return problems
+
+
+def _choose_layout(
+    setup: ModelSetup,
+    example_inputs: Any,
+    recompute: str | None,
+    memory_budget: float | None,
+    usable: Sequence[Layout],
+    ranks: int,
+    gather: Gather,
+) -> LayoutChoice:
+    """Return the fastest layout that fits, the same on all ranks. Collective.
+
+    Raises:
+        ValueError: No layout fits, or the model's step can't be traced.
+    """
+    from ...parallel.memory.choose import choose_for_all_ranks, predict_setup
+
+    limit = budget_bytes(memory_budget, setup.device)
+    inputs = ForwardInputs.parse(example_inputs)
+    way = recompute if recompute in ("blocks", "selective") else None
+    try:
+        return choose_for_all_ranks(
+            lambda: predict_setup(setup, inputs, ranks, way, usable), limit, gather
+        )
+    except ValueError as error:
+        raise ValueError(f"world.distribute: layout='auto': {error}") from None
 
 
 @contextmanager
