@@ -1,6 +1,4 @@
-"""What the launcher does with the answers of the guard: continue the job, have a checkpoint written,
-or end it; and the result as JSON.
-"""
+"""What the launcher does with the answers of the guard, and the result as JSON."""
 
 import math
 from collections.abc import Callable
