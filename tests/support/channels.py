@@ -10,7 +10,7 @@ def accept_channel(visitor: socket.socket, secret: str) -> channel.Channel | Non
     """Greet one visitor. Return a channel if it knows the secret, else close it and return None."""
     try:
         handshake = channel.host_handshake(secret)
-        nonces = run_handshake(visitor, handshake, channel.HANDSHAKE_SECONDS)
+        nonces = run_handshake(visitor, handshake, channel.HANDSHAKE_TIMEOUT_S)
         return channel.channel_of_visitor(visitor, secret, nonces)
     except OSError:
         visitor.close()

@@ -34,7 +34,9 @@ from .linux_processes import is_ready
 FRAME_HEADER = struct.Struct(">II")  # bytes of JSON, raw bytes
 MAX_JSON_BYTES, MAX_RAW_BYTES = 16 << 20, 16 << 20
 MAC_BYTES = NONCE_BYTES = 32
-HANDSHAKE_SECONDS = 5.0  # from a connection until both sides have proved that they know the secret
+HANDSHAKE_TIMEOUT_S = (
+    5.0  # from a connection until both sides have proved that they know the secret
+)
 MAX_LOGIN_BYTES = 1 << 20  # that login scripts print before BEGIN
 # Over ssh, what login scripts print comes first; the channel begins behind this line.
 START_MARKER = b"\n--paceline-channel-1--\n"
@@ -208,7 +210,7 @@ def connect_channel(address: str, port: int, secret: str, seconds: float) -> Cha
     host = socket.create_connection((address, port), timeout=seconds)
     try:
         handshake = visitor_handshake(secret, f"{address} port {port}")
-        nonces = run_handshake(host, handshake, HANDSHAKE_SECONDS)
+        nonces = run_handshake(host, handshake, HANDSHAKE_TIMEOUT_S)
         return _authenticated_channel(host, secret, nonces, b"visitor", b"host")
     except OSError:
         host.close()
@@ -232,10 +234,10 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 # Connection from an agent to its launcher, which may be busy with other connections.
 
-CONNECT_SECONDS = 5.0  # timeout for each address of the launcher
-PATIENCE_SECONDS = 25.0  # until the last attempt, if the launcher drops connections or is silent
-REFUSED_SECONDS = 1.0  # until the last attempt, if all addresses refuse the connection
-FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.1, 2.0  # between attempts; doubled each time
+CONNECT_TIMEOUT_S = 5.0  # timeout for each address of the launcher
+CONNECT_PATIENCE_S = 25.0  # until the last attempt, if the launcher drops connections or is silent
+REFUSED_PATIENCE_S = 1.0  # until the last attempt, if all addresses refuse the connection
+FIRST_WAIT_S, MAX_WAIT_S = 0.1, 2.0  # between attempts; doubled each time
 
 
 class LauncherNotFoundError(Exception):
@@ -262,21 +264,21 @@ def connect_to_launcher(where: str, secret: str) -> Channel:
         LauncherNotFoundError: No process listens on the addresses, or none that knows the secret.
     """
     begun = answered = time.monotonic()
-    wait, dropped = FIRST_WAIT_SECONDS, False
+    wait, dropped = FIRST_WAIT_S, False
     tried: dict[str, str] = {}
     while True:
         for pair in where.split(";"):
             address, _, port = pair.rpartition(",")
             try:
-                return connect_channel(address, int(port), secret, CONNECT_SECONDS)
+                return connect_channel(address, int(port), secret, CONNECT_TIMEOUT_S)
             except OSError as error:
                 tried[address] = error.strerror or str(error)
                 dropped = dropped or isinstance(error, DROPPED_CONNECTION_ERRORS)
                 if isinstance(error, (*DROPPED_CONNECTION_ERRORS, TimeoutError)):
                     answered = time.monotonic()
         now = time.monotonic()
-        if now - begun > PATIENCE_SECONDS or now - answered > REFUSED_SECONDS:
+        if now - begun > CONNECT_PATIENCE_S or now - answered > REFUSED_PATIENCE_S:
             raise LauncherNotFoundError(tried, dropped)
         # Random, so that not all dropped agents reconnect at the same time.
         time.sleep(wait * random.uniform(0.5, 1.0))
-        wait = min(2 * wait, MAX_WAIT_SECONDS)
+        wait = min(2 * wait, MAX_WAIT_S)

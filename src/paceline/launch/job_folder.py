@@ -97,8 +97,8 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
             found[key] = (events, int(record.meta["size"]), name, data)
     sizes = {size for events, size, _, _ in found.values() if events}
     last = max([noted or 0, *(attempt for attempt, _ in found)])
-    there = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
-    last = max([last, *map(_attempt, there)])
+    record_files = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
+    last = max([last, *map(_attempt, record_files)])
     for (attempt, rank), (events, size, name, data) in found.items():
         if not events and sizes and size not in sizes:
             continue

@@ -82,15 +82,15 @@ class _File:
 
 def _read_files(name: str, module: bool) -> Iterator[_File]:
     """Yield the script and each local module, read only when the next one is asked for."""
-    first = source_file(name, module)
-    folders = [first.parent]
+    script = source_file(name, module)
+    folders = [script.parent]
     if module:  # the folder that contains the top-level package comes first
-        above = name.count(".") + (first.name == "__main__.py")
-        folders = [first.parents[above], Path.cwd()]
+        levels = name.count(".") + (script.name == "__main__.py")
+        folders = [script.parents[levels], Path.cwd()]
     seen: set[Path] = set()
-    left = [first]
-    while left:
-        path = left.pop().resolve()
+    pending = [script]
+    while pending:
+        path = pending.pop().resolve()
         if path in seen:
             continue
         seen.add(path)
@@ -101,7 +101,7 @@ def _read_files(name: str, module: bool) -> Iterator[_File]:
         packages: set[str] = set()
         for imported, below in _imports(text):
             found = _local_files(imported, below, path, folders)
-            left += found
+            pending += found
             top = imported.partition(".")[0]
             if top and not found and top not in sys.stdlib_module_names:
                 packages.add(top)

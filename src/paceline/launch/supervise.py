@@ -37,7 +37,6 @@ from .monitor.interrupt import (
 )
 from .monitor.live_records import JobSnapshot
 from .monitor.output import RankOutput
-from .monitor.progress import ProgressReport
 from .monitor.rank_messages import MAKE_ROOM_SIGNAL
 from .ranks import framework_variables, process_groups
 from .ranks.host import Host
@@ -236,7 +235,9 @@ class ElasticAgent(SimpleElasticAgent):
         """Return why the job must end, if the guard or the hang detector says so."""
         end = self.guarded.check(self.output.say, self.can_stop_early, self._warn_ranks)
         if end is None and any(rank.running and rank.finished_code is None for rank in self.ranks):
-            end = self.hang_detector.check(self._progress, self.output.say)
+            end = self.hang_detector.check(
+                lambda: [host.progress() for host in self._hosts], self.output.say
+            )
         return end
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
@@ -370,7 +371,11 @@ class ElasticAgent(SimpleElasticAgent):
             kind = self.pending_signals.pop(0)
             self._returned_hosts = []  # ranks that stop now are not restarted
             if kind == signal.SIGTERM:
-                self._request_early_stop()
+                self.output.say(
+                    "paceline: SIGTERM: the ranks write a checkpoint and stop within "
+                    f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second SIGTERM ends them at once.\n"
+                )
+                self._warn_ranks()
                 continue
             self.output.say(f"paceline: {signal.Signals(kind).name} is forwarded to the ranks\n")
             self._warn_ranks(kind)
@@ -399,13 +404,6 @@ class ElasticAgent(SimpleElasticAgent):
         self.early_stop_deadline = time.monotonic() + EARLY_STOP_TIMEOUT_S
         self.pending_signals.append(number)
         return True
-
-    def _request_early_stop(self) -> None:
-        self.output.say(
-            "paceline: SIGTERM: the ranks write a checkpoint and stop within "
-            f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second SIGTERM ends them at once.\n"
-        )
-        self._warn_ranks()
 
     def _warn_ranks(self, kind: int = signal.SIGUSR1) -> None:
         """Send a signal to all ranks; on SIGUSR1 they write a checkpoint and stop, if they can."""
@@ -455,9 +453,6 @@ class ElasticAgent(SimpleElasticAgent):
             self.summary = message["summary"]
         elif "job_code" in message:
             self.job_code = message["job_code"]
-
-    def _progress(self) -> list[ProgressReport]:
-        return [host.progress() for host in self._hosts]
 
     def _settle(self) -> None:
         """Wait briefly after a failure, because an earlier one may become known later."""

@@ -150,17 +150,17 @@ def _once(environment: dict[str, str]) -> None:
 
 
 def _allocation(environment: dict[str, str]) -> Allocation | None:
-    found = find_allocation(environment)
-    if found is None or found.hosts:
-        return found
+    allocation = find_allocation(environment)
+    if allocation is None or allocation.hosts:
+        return allocation
     # Flux is the only scheduler that provides the host list only by a command.
     try:
-        asked = run_program("flux", "getattr", "hostlist", seconds=30.0)
+        answer = run_program("flux", "getattr", "hostlist", seconds=30.0)
     except OSError as error:
-        raise ValueError(f"Flux job {found.job}: `flux getattr hostlist`: {error}") from None
-    if asked.returncode:
-        raise ValueError(f"Flux job {found.job}: {asked.stderr.strip()}")
-    return flux_allocation(environment, asked.stdout.strip())
+        raise ValueError(f"Flux job {allocation.job}: `flux getattr hostlist`: {error}") from None
+    if answer.returncode:
+        raise ValueError(f"Flux job {allocation.job}: {answer.stderr.strip()}")
+    return flux_allocation(environment, answer.stdout.strip())
 
 
 def plan_job(job: Job, where: Target, ranks: int | None, variables: list[str]) -> dict[str, Any]:

@@ -86,12 +86,12 @@ def test_slow_stack_reader_times_out(tmp_path, monkeypatch):
     slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 100\n")
     slow.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda *_, **__: str(slow))
-    monkeypatch.setattr(rank_stacks, "PY_SPY_SECONDS", 0.3)
+    monkeypatch.setattr(rank_stacks, "PY_SPY_TIMEOUT_S", 0.3)
     open_before, began = os.listdir("/proc/self/fd"), time.monotonic()
     assert rank_stacks.read_memory(dict.fromkeys(range(12), os.getpid())) == {}
     assert time.monotonic() - began < 1.5
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert 1 <= len(started) <= rank_stacks.AT_ONCE
+    assert 1 <= len(started) <= rank_stacks.MAX_CONCURRENT
     assert [process_state(pid) for pid in started] == [""] * len(started)
     assert len(os.listdir("/proc/self/fd")) == len(open_before)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.cluster.topology.topology import Cpu, Topology
-from paceline.launch.affinity.bind_ranks import unasked
+from paceline.launch.affinity.bind_ranks import why_unbound
 from paceline.launch.job import Job
 
 
@@ -28,7 +28,7 @@ def host(cores, threads_per_core):
 def test_granted_cpus_may_be_hardware_threads(granted, threads_per_core, why):
     machine = host(64, threads_per_core)
     every = {cpu.number for cpu in machine.cpus}
-    found = unasked(Job("train.py", granted=granted), machine, every, {})
+    found = why_unbound(Job("train.py", granted=granted), machine, every, {})
     assert (why in found) if why else found == ""
 
 

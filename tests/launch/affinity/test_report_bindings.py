@@ -176,10 +176,10 @@ class SlowHost:
 def test_report_before_the_first_step_is_repeated_after_it(monkeypatch):
     host, said = SlowHost(), []
     report = BindingsReport(said.append)
-    monkeypatch.setattr(report_bindings, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(report_bindings, "POLL_INTERVAL_S", 0.0)
     report.check([host], [Seat(0, 0, 0)])
     assert said == []
-    monkeypatch.setattr(report_bindings, "EARLY_SECONDS", 0.0)
+    monkeypatch.setattr(report_bindings, "EARLY_REPORT_S", 0.0)
     for _ in range(2):
         report.check([host], [Seat(0, 0, 0)])
     assert ["Bindings before the first step" in text for text in said] == [True]

@@ -97,7 +97,7 @@ def test_script_reads_no_input_and_its_output_is_limited(tmp_path, monkeypatch):
     assert b"name='a'" in done.stdout
     with pytest.raises(ValueError, match=r"printed more than 1 MiB\. HINT: it prints"):
         discovery.discover_hosts(script_of(tmp_path, "while :; do echo aaaaaaaaaaaaaaaa; done"))
-    monkeypatch.setattr(discovery, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(discovery, "SCRIPT_TIMEOUT_S", 0.1)
     with pytest.raises(ValueError, match=r"did not end within 0\.1 s"):
         discovery.discover_hosts(script_of(tmp_path, "echo a; exec sleep 60"))
 

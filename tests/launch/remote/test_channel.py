@@ -255,7 +255,7 @@ def test_host_without_secret_is_rejected(closing):
 
 
 def test_silent_connection_times_out(monkeypatch):
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.3)
     ours, theirs = socket.socketpair()
     begun = time.monotonic()
     assert accept_channel(ours, SECRET) is None
@@ -266,7 +266,7 @@ def test_silent_connection_times_out(monkeypatch):
 
 
 def test_slow_handshake_times_out(monkeypatch):
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.3)
     ours, theirs = socket.socketpair()
     outcome = _in_thread(accept_channel, ours, SECRET)
     begun = time.monotonic()

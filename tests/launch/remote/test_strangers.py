@@ -195,7 +195,7 @@ def test_dropped_agent_reconnects(closing):
 
 
 def test_agent_that_is_always_dropped_times_out(closing, monkeypatch):
-    monkeypatch.setattr("paceline.launch.channel.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("paceline.launch.channel.CONNECT_PATIENCE_S", 0.5)
     door = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
     agent = threading.Thread(target=drop_all, args=(door,), daemon=True)
     agent.start()
@@ -240,7 +240,7 @@ def test_launcher_listens_only_on_addresses_towards_nodes(monkeypatch):
     if network_links():
         (address,) = addresses_towards(["far1", "own", "far2"])
         assert address in {link.address for link in network_links()}
-    monkeypatch.setattr(start_agents, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(start_agents, "RESOLVE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.5))
     begun = time.monotonic()
     assert addresses_towards(["far1", "far2"]) == []

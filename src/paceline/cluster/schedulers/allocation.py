@@ -21,7 +21,6 @@ class Allocation:
         tool: Program that starts one process per host.
         ends_at: End of the job's time limit, in seconds since 1970; None if unknown.
         note: Warning for the user about hosts of the job that are left out; empty if none are.
-        launch_node: Name of a node that runs the job's script and is not a compute node.
     """
 
     scheduler: str
@@ -29,7 +28,6 @@ class Allocation:
     hosts: tuple[Host, ...]
     tool: str
     ends_at: float | None = None
-    launch_node: str | None = None
     note: str = ""
 
 

@@ -21,7 +21,7 @@ def allocation(environment: Environment) -> Allocation | None:
         return Allocation("LSF", job, tuple(Host(*item) for item in slots.items()), "blaunch")
     # On CORAL machines, jobs request whole hosts: slots are cores, not requested ranks.
     hosts = [Host(name, cpus=n) for name, n in slots.items() if name != launch_node]
-    return Allocation("LSF", job, tuple(hosts), "jsrun", launch_node=launch_node)
+    return Allocation("LSF", job, tuple(hosts), "jsrun")
 
 
 def _launch_node(environment: Environment, slots: dict[str, int]) -> str | None:

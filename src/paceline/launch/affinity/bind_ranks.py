@@ -19,7 +19,7 @@ from ..job import Job
 from ..options import AUTO
 
 # With these variables the user binds threads. Paceline then binds only if an option requests it.
-OWN = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+USER_BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
 def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
@@ -33,27 +33,27 @@ def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
     found, allowed = topology(root), set(allowed_threads())
     if job.bind != AUTO:
         return _plan(job, job.bind, found, allowed, pci_cards(root))
-    why = unasked(job, found, allowed, os.environ)
-    if not why:
+    reason = why_unbound(job, found, allowed, os.environ)
+    if not reason:
         cards_here = pci_cards(root)
         kinds = ["device"] * (0 < job.ranks <= gpu_count()) + ["core"]
         for kind in kinds:
             try:
                 return _plan(job, kind, found, allowed, cards_here)
             except ValueError as mistake:
-                why = str(mistake).partition(": ")[2].partition(" HINT")[0]
+                reason = str(mistake).partition(": ")[2].partition(" HINT")[0]
     return [
-        replace(place, notes=(*place.notes, f"not bound: {why}"))
+        replace(place, notes=(*place.notes, f"not bound: {reason}"))
         for place in _plan(job, "none", found, allowed, [])
     ]
 
 
-def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[str, str]) -> str:
+def why_unbound(job: Job, host: Topology, allowed: set[int], environment: Mapping[str, str]) -> str:
     """Return the reason why ``--bind auto`` does not bind the ranks, or "" if it does.
 
     Ranks are bound only if the cores are reserved for this job.
     """
-    for name in OWN:
+    for name in USER_BINDING_VARIABLES:
         if name in environment:
             return f"{name} is set"
     online = {cpu.number for cpu in host.cpus}

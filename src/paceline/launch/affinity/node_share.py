@@ -21,14 +21,14 @@ def take_share(job: Job) -> None:
         return
     first_core, cores, first_gpu, gpus = job.share
     host, allowed = topology(), allowed_threads()
-    mine = set(host.cores(allowed)[first_core : first_core + cores])
-    if len(mine) < cores:
+    own_cores = set(host.cores(allowed)[first_core : first_core + cores])
+    if len(own_cores) < cores:
         raise ValueError(
             f"this job was given the cores {first_core} to {first_core + cores - 1} of this node, "
             f"and {counted(len(host.cores(allowed)), 'core')} may be used. HINT: fewer ranks or "
             "cores for each job"
         )
-    os.sched_setaffinity(0, {cpu.number for cpu in host.at(allowed) if cpu.core in mine})
+    os.sched_setaffinity(0, {cpu.number for cpu in host.at(allowed) if cpu.core in own_cores})
     if gpus:
         visible = os.environ.get(DEVICES)
         names = visible.split(",") if visible else [*map(str, range(gpu_count()))]

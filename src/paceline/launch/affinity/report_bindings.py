@@ -19,9 +19,9 @@ from ..layout import Seat
 from ..linux_processes import child_pids
 from ..monitor.progress import ProgressReport
 
-EARLY_SECONDS = 10.0  # after the start: a first report, if no step has been recorded by then
+EARLY_REPORT_S = 10.0  # after the start: a first report, if no step has been recorded by then
 # Between two polls; one interval after the first step, loader workers and threads exist.
-EVERY_SECONDS = 0.25
+POLL_INTERVAL_S = 0.25
 
 
 # CPU affinity and memory policy of running processes and their threads, read from /proc.
@@ -174,7 +174,7 @@ def _gpu(place: RankBinding, names: Sequence[str]) -> str:
 class BindingsReport:
     """The report of the bindings, printed after the first step.
 
-    A script that records no steps, or starts slowly, gets a report after EARLY_SECONDS. It is
+    A script that records no steps, or starts slowly, gets a report after EARLY_REPORT_S. It is
     repeated after the first step, because threads and loader workers may have started since.
     """
 
@@ -185,18 +185,18 @@ class BindingsReport:
         self._has_early_report = self._is_final = False
 
     def check(self, hosts: Sequence[Host], seats: Sequence[Seat]) -> None:
-        """Print the report if it is due: after the first step, and after EARLY_SECONDS without."""
+        """Print the report if it is due: after the first step, and after EARLY_REPORT_S without."""
         now = time.monotonic()
-        if self._is_final or now - self._checked_at < EVERY_SECONDS:
+        if self._is_final or now - self._checked_at < POLL_INTERVAL_S:
             return
         self._checked_at = now
         if self._stepped_at is None and all(host.progress().has_stepped for host in hosts):
             self._stepped_at = now
         if self._stepped_at is not None:
-            self._is_final = now - self._stepped_at >= EVERY_SECONDS
+            self._is_final = now - self._stepped_at >= POLL_INTERVAL_S
             due = self._is_final
         else:
-            due = not self._has_early_report and now - self._started_at > EARLY_SECONDS
+            due = not self._has_early_report and now - self._started_at > EARLY_REPORT_S
             self._has_early_report = self._has_early_report or due
         if not due:
             return

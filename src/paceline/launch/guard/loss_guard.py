@@ -283,7 +283,6 @@ class LossGuard:
         self._model = Model()
         self._lines = self._matches = 0
         self._last_line = ""
-        self._started = time.monotonic()
         self._first_step_at = 0.0
         self._is_warned = self._is_over = False
         self.begin_attempt(ranks)

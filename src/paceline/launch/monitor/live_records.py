@@ -66,11 +66,13 @@ def local_tails(folder: Path, max_events: int, stacks: bool = False) -> list[Tai
         stacks: Also ask the ranks for their stacks; a rank without a ring file then has a tail
             without data.
     """
-    asked = ask_for_stacks(folder) if stacks else {}
-    found = read_tails(folder, max_events, job_folder.read_attempt(folder))
-    found = [replace(tail, stack=asked.get(rank_of(tail), "")) for tail in found]
-    silent = asked.keys() - {rank_of(tail) for tail in found}
-    return found + [Tail(f"rank-{rank}", 0, "", b"", asked[rank]) for rank in sorted(silent)]
+    stack_by_rank = ask_for_stacks(folder) if stacks else {}
+    tails = read_tails(folder, max_events, job_folder.read_attempt(folder))
+    tails = [replace(tail, stack=stack_by_rank.get(rank_of(tail), "")) for tail in tails]
+    silent = stack_by_rank.keys() - {rank_of(tail) for tail in tails}
+    return tails + [
+        Tail(f"rank-{rank}", 0, "", b"", stack_by_rank[rank]) for rank in sorted(silent)
+    ]
 
 
 def rank_of(tail: Tail) -> int:
@@ -85,10 +87,10 @@ def local_snapshot(folder: Path, max_events: int) -> "JobSnapshot":
 def tail_messages(folder: Path | None, max_events: int, stacks: bool) -> Iterator[Message]:
     """Yield the tails of this host's ring files, one per message, then a message with "done"."""
     if folder is not None:
-        for found in local_tails(folder, max_events, stacks):
-            about = {"ring": found.name, "now": found.now, "process": found.process}
-            about["stack"] = found.stack
-            yield about, zlib.compress(found.data, 1)
+        for tail in local_tails(folder, max_events, stacks):
+            description = {"ring": tail.name, "now": tail.now, "process": tail.process}
+            description["stack"] = tail.stack
+            yield description, zlib.compress(tail.data, 1)
     yield {"done": True}, b""
 
 
@@ -153,16 +155,13 @@ class LiveRecordServer:
             threading.Thread(target=self._serve_visitor, args=(visitor,), daemon=True).start()
 
     def _serve_visitor(self, visitor: socket.socket) -> None:
-        timeout = struct.pack("ll", int(VISITOR_TIMEOUT_S), 0)
         try:
-            for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                visitor.setsockopt(socket.SOL_SOCKET, which, timeout)
-            channel = Channel(visitor.fileno(), visitor.fileno())
+            channel = _channel(visitor, VISITOR_TIMEOUT_S)
             for message, _ in channel.receive() or []:
                 max_events = min(max(int(message["tails"]), 0), MAX_EVENTS)
                 for answer, raw in self._collect(max_events, False):
                     channel.send(answer, raw)
-        except (OSError, InvalidMessageError, KeyError, TypeError, ValueError):
+        except (OSError, InvalidMessageError, KeyError, TypeError, ValueError, OverflowError):
             pass  # the visitor is gone, or is not Paceline
         finally:
             visitor.close()
@@ -188,14 +187,14 @@ class LiveRecordServer:
                     with self._changed:
                         self._unanswered_hosts.discard(host_index)
             with self._changed:
-                wait = ANSWER_TIMEOUT_S + (STACK_TIMEOUT_S if stacks else 0.0)
+                timeout_s = ANSWER_TIMEOUT_S + (STACK_TIMEOUT_S if stacks else 0.0)
                 # A launcher that was suspended has received nothing until it reads what has come
                 # meanwhile.
                 if not self._changed.wait_for(
                     partial(self._all_answered, asked, False), SILENT_HOST_TIMEOUT_S
                 ):
-                    rest = wait - SILENT_HOST_TIMEOUT_S
-                    self._changed.wait_for(partial(self._all_answered, asked, True), rest)
+                    rest_s = timeout_s - SILENT_HOST_TIMEOUT_S
+                    self._changed.wait_for(partial(self._all_answered, asked, True), rest_s)
                 silent = [
                     host.name
                     for host_index, host in self._hosts.items()
@@ -280,11 +279,7 @@ def _query_launcher_once(run: str, max_events: int) -> JobSnapshot | None:
             raise UnreachableError(_LAUNCHER_SILENT) from None
         if not _is_same_user(connection):
             return None
-        timeout = struct.pack("ll", int(LAUNCHER_TIMEOUT_S), 0)
-        connection.settimeout(None)
-        for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, which, timeout)
-        return _exchange(Channel(connection.fileno(), connection.fileno()), max_events)
+        return _exchange(_channel(connection, LAUNCHER_TIMEOUT_S), max_events)
 
 
 _LAUNCHER_SILENT = (
@@ -296,12 +291,18 @@ _LAUNCHER_SILENT = (
 def snapshot_from_messages(messages: list[Message]) -> JobSnapshot:
     """Build the snapshot from a whole answer; its last message is the end."""
     *answers, (end, _) = messages
-    found = [
-        Tail(about["ring"], about["now"], about["process"], _decompress_tail(raw), about["stack"])
-        for about, raw in printable_tree(answers)
+    tails = [
+        Tail(
+            description["ring"],
+            description["now"],
+            description["process"],
+            _decompress_tail(raw),
+            description["stack"],
+        )
+        for description, raw in printable_tree(answers)
     ]
     end = printable_tree(end)
-    return JobSnapshot(found, end["silent"], end["ending"], end)
+    return JobSnapshot(tails, end["silent"], end["ending"], end)
 
 
 def _decompress_tail(raw: bytes) -> bytes:
@@ -346,6 +347,15 @@ def _prefix() -> str:
 
 def _address(run: str) -> str:
     return "\0" + _prefix() + run
+
+
+def _channel(connection: socket.socket, timeout_s: float) -> Channel:
+    """Return the channel of a connection on which each read and write has a time limit."""
+    connection.settimeout(None)
+    timeout = struct.pack("ll", int(timeout_s), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, timeout)
+    return Channel(connection.fileno(), connection.fileno())
 
 
 def _is_same_user(connection: socket.socket) -> bool:

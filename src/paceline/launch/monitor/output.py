@@ -1,9 +1,9 @@
 """Merging of the output of all ranks: a line that all ranks print is shown once, other lines with
 their rank.
 
-A line waits up to ``HOLD`` seconds for the other ranks to print the same line. The output of a job
-with one rank is forwarded immediately. In addition to stdout and stderr, a rank has a status pipe
-for Paceline's messages from inside the rank, which are shown without the rank's number.
+A line waits up to ``HOLD_S`` for the other ranks to print the same line. The output of a job with
+one rank is forwarded immediately. In addition to stdout and stderr, a rank has a status pipe for
+Paceline's messages from inside the rank, which are shown without the rank's number.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from ...security.terminal import for_terminal
 from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of
 
 OUT, ERR, STATUS = 1, 2, 3
-HOLD = 0.2  # seconds
-FAILURE_HOLD = 2.0  # seconds after a rank has failed: others often fail with the same traceback
-TAIL = 20  # number of last lines of each rank that are stored for error reports
+HOLD_S = 0.2
+FAILURE_HOLD_S = 2.0  # after a rank has failed: others often fail with the same traceback
+TAIL_LINES = 20  # number of last lines of each rank that are stored for error reports
 MAX_LINES_AFTER = 40  # lines after the last error text of a rank that is still on the screen
 ERASE = b"\r\x1b[2K"
 
@@ -35,7 +35,7 @@ class RankOutput:
     ``take_line(rank, line)`` with lines of output.
 
     Attributes:
-        tails: The last ``TAIL`` output lines of each rank.
+        tails: The last ``TAIL_LINES`` output lines of each rank.
     """
 
     def __init__(
@@ -46,10 +46,12 @@ class RankOutput:
         heard: Callable[[int, Any], None],
         take_line: Callable[[int, str], None] | None = None,
     ) -> None:
-        self.tails: dict[int, deque[str]] = {rank: deque(maxlen=TAIL) for rank in range(ranks)}
+        self.tails: dict[int, deque[str]] = {
+            rank: deque(maxlen=TAIL_LINES) for rank in range(ranks)
+        }
         self._heard, self._take_line = heard, take_line
         self._screen = _Screen(out, err)
-        self._hold = HOLD
+        self._hold = HOLD_S
         self._streams = {s: _Stream(ranks, s, self._screen) for s in (OUT, ERR)}
         self._status: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
@@ -90,11 +92,11 @@ class RankOutput:
         with self._lock:
             self.tails[rank].clear()
             self._screen.errors.pop(rank, None)
-            self._hold = HOLD
+            self._hold = HOLD_S
 
     def hold_lines(self) -> None:
         """Wait longer for lines that all ranks print, because a rank has failed."""
-        self._hold = FAILURE_HOLD
+        self._hold = FAILURE_HOLD_S
 
     def drain(self, all_of_it: bool = True) -> None:
         """Read what is in the pipes now (all output, if the ranks have ended), and show it.
@@ -118,7 +120,7 @@ class RankOutput:
 
     def _run(self) -> None:
         while not self._ending:
-            ready = self._selector.select(HOLD / 2)
+            ready = self._selector.select(HOLD_S / 2)
             with self._lock:
                 for key, _ in ready:
                     self._take(key)

@@ -27,9 +27,9 @@ from ..linux_processes import prctl, signal_checked
 
 # A signal that neither schedulers nor scripts normally use.
 SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
-SECONDS = 1.0  # timeout for the answers of all ranks together
+ANSWER_TIMEOUT_S = 1.0  # timeout for the answers of all ranks together
 MAX_STACK_BYTES = 256 << 20  # of a rank's file, which contains all stacks it has written
-_QUIET = 0.05  # seconds without new output after which a stack is complete
+_QUIET_S = 0.05  # seconds without new output after which a stack is complete
 
 
 # Reading of Python stacks from the memory of ranks that can't answer a signal.
@@ -38,13 +38,13 @@ _QUIET = 0.05  # seconds without new output after which a stack is complete
 # kernel with Yama allows this only for a process that the target has named, and for its
 # descendants. A rank names its launcher.
 
-PY_SPY_SECONDS = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
-AT_ONCE = 8  # concurrent py-spy processes
-MOST_BYTES = 4 << 20  # maximum output of py-spy that is read
-MOST_THREADS, MOST_FRAMES = 100, 100  # same limits as faulthandler
+PY_SPY_TIMEOUT_S = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
+MAX_CONCURRENT = 8  # concurrent py-spy processes
+MAX_PY_SPY_BYTES = 4 << 20  # maximum output of py-spy that is read
+MAX_THREADS, MAX_FRAMES = 100, 100  # same limits as faulthandler
 _PTRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2)
-_LOOK = 0.005  # seconds between two polls
-_END_SECONDS = 0.1  # timeout for the end of a killed py-spy
+_POLL_INTERVAL_S = 0.005  # seconds between two polls
+_END_TIMEOUT_S = 0.1  # timeout for the end of a killed py-spy
 
 
 def allow_reading() -> None:
@@ -72,13 +72,13 @@ def read_memory(pids: Mapping[int, int]) -> dict[int, str]:
     tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or find_program("py-spy")
     if tool is None or not pids:
         return {}
-    deadline = time.monotonic() + PY_SPY_SECONDS
+    deadline = time.monotonic() + PY_SPY_TIMEOUT_S
     waiting, running, found = list(pids.items()), list[_Reading](), {}
     try:
         while (waiting or running) and time.monotonic() < deadline:
-            while waiting and len(running) < AT_ONCE:
+            while waiting and len(running) < MAX_CONCURRENT:
                 running.append(_Reading(tool, *waiting.pop()))
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL_S)
             for reading in [reading for reading in running if reading.process.poll() is not None]:
                 found[reading.rank] = reading.text()
                 running.remove(reading)
@@ -98,17 +98,17 @@ class _Reading:
 
     def __init__(self, tool: str, rank: int, pid: int) -> None:
         self.rank, self._pid = rank, pid
-        self._said = os.memfd_create("py-spy")
-        self._mistakes = os.memfd_create("py-spy")
+        self._output = os.memfd_create("py-spy")
+        self._errors = os.memfd_create("py-spy")
         try:
             self.process = subprocess.Popen(
                 [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)],
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._mistakes,
+                stdout=self._output,
+                stderr=self._errors,
             )
         except BaseException:
-            self._forget()
+            self._close_files()
             raise
 
     def text(self) -> str:
@@ -118,23 +118,25 @@ class _Reading:
         if self.process.returncode == 0:
             try:
                 return as_faulthandler(
-                    load_json(os.pread(self._said, MOST_BYTES, 0), "py-spy"), self._pid
+                    load_json(os.pread(self._output, MAX_PY_SPY_BYTES, 0), "py-spy"), self._pid
                 )
             except (ValueError, KeyError, TypeError):
                 return ""
         return (
-            STACK_NOT_PERMITTED if b"Permission" in os.pread(self._mistakes, MOST_BYTES, 0) else ""
+            STACK_NOT_PERMITTED
+            if b"Permission" in os.pread(self._errors, MAX_PY_SPY_BYTES, 0)
+            else ""
         )
 
     def close(self) -> None:
         """Wait for py-spy, which has ended or was killed, and close its output files."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_SECONDS)
-        self._forget()
+            self.process.wait(_END_TIMEOUT_S)
+        self._close_files()
 
-    def _forget(self) -> None:
-        os.close(self._said)
-        os.close(self._mistakes)
+    def _close_files(self) -> None:
+        os.close(self._output)
+        os.close(self._errors)
 
 
 def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
@@ -144,11 +146,11 @@ def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
         return bool(thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread")
 
     blocks = []
-    for thread in sorted(threads, key=is_main)[-MOST_THREADS:]:
+    for thread in sorted(threads, key=is_main)[-MAX_THREADS:]:
         lines = [f"Thread 0x{thread['thread_id']:016x} (most recent call first):"]
         lines += [
             f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}'
-            for frame in thread["frames"][:MOST_FRAMES]
+            for frame in thread["frames"][:MAX_FRAMES]
         ]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
@@ -224,10 +226,10 @@ def _answers(folder: Path, all_pids: dict[int, int]) -> dict[int, str]:
         with contextlib.suppress(OSError):
             if signal_checked(pid, [SIGNAL], partial(_has_open, pid, path)):
                 before[rank] = (path, size)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
     sizes: dict[int, int] = {}
     while time.monotonic() < deadline:
-        time.sleep(_QUIET)
+        time.sleep(_QUIET_S)
         now = {rank: path.stat().st_size for rank, (path, _) in before.items()}
         if now == sizes and all(now[rank] > size for rank, (_, size) in before.items()):
             break

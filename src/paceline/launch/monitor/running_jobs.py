@@ -16,7 +16,7 @@ from ...security.text import printable
 from .. import job_folder
 from . import live_records
 
-FROM_HOSTS = 8192  # maximum number of events per rank (the newest) fetched from other hosts
+MAX_REMOTE_EVENTS = 8192  # maximum number of events per rank (the newest) fetched from other hosts
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,31 @@ class RunningJob:
         command: The script or module, and its arguments.
         started: Start time, in seconds since 1970, if known.
         target: Folder for the record, or None.
-        over: Whether the ring files are requested from the launcher. Otherwise they are read from
-            the job folders on this host.
-        home: Name of the other host on which the job was started, or "".
+        asks_launcher: Whether the ring files are requested from the launcher. Otherwise they are
+            read from the job folders on this host.
+        start_host: Name of the other host on which the job was started, or "".
     """
 
     name: str
     command: list[str]
     started: float | None
     target: Path | None
-    over: bool
-    home: str = ""
+    asks_launcher: bool
+    start_host: str = ""
 
-    def snapshot(self, most: int) -> live_records.JobSnapshot | None:
+    def snapshot(self, max_events: int) -> live_records.JobSnapshot | None:
         """Return the current state of the job, or None if it has ended.
 
         Args:
-            most: Maximum number of events per rank.
+            max_events: Maximum number of events per rank.
         """
-        if self.over:
-            return live_records.query_launcher(self.name, most)
+        if self.asks_launcher:
+            return live_records.query_launcher(self.name, max_events)
         folders = [folder for folder in job_folder.running() if _name(folder) == self.name]
-        found = [tail for folder in folders for tail in live_records.local_tails(folder, most)]
-        return live_records.JobSnapshot(found, [], False, {}) if folders else None
+        tails = [
+            tail for folder in folders for tail in live_records.local_tails(folder, max_events)
+        ]
+        return live_records.JobSnapshot(tails, [], False, {}) if folders else None
 
 
 def find(folder: Path | None, name: str | None) -> RunningJob:
@@ -81,8 +83,8 @@ def find(folder: Path | None, name: str | None) -> RunningJob:
 
 
 def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
-    about = job_folder.read_label(folder)
-    run, target = about.run, folder.resolve()
+    label = job_folder.read_label(folder)
+    run, target = label.run, folder.resolve()
     for job in jobs:  # jobs with a reachable launcher are first
         if job.target is not None and job.target.resolve() == target:
             return job
@@ -90,8 +92,8 @@ def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
             return job
     if any(folder.glob("*.ring")):
         raise ValueError(f"{folder}: the run has ended. HINT: paceline report {folder}")
-    if about.host:
-        here, host = socket.gethostname(), about.host
+    if label.host:
+        here, host = socket.gethostname(), label.host
         if host == here:
             raise ValueError(
                 f"{folder}: no job on this node ({here}) records into this folder. HINT: if the "
@@ -121,7 +123,7 @@ def _running() -> list[RunningJob]:
     found: dict[str, RunningJob] = {}
     for run in live_records.running_launchers():
         try:
-            seen = live_records.query_launcher(run, 0)
+            snapshot = live_records.query_launcher(run, 0)
         except live_records.UnreachableError:
             if run not in _reported and len(_reported) < MAX_NAMED:
                 _reported.add(run)
@@ -131,21 +133,28 @@ def _running() -> list[RunningJob]:
                 )
             continue
         except ValueError:
-            seen = live_records.JobSnapshot([], [], False, {})  # launcher is suspended
-        if seen is None:
+            snapshot = live_records.JobSnapshot([], [], False, {})  # launcher is suspended
+        if snapshot is None:
             continue
-        record = seen.job.get("record")
+        record = snapshot.job.get("record")
         target = Path(record) if record else None
-        found[run] = RunningJob(run, seen.job.get("command", []), None, target, over=True)
+        found[run] = RunningJob(
+            run, snapshot.job.get("command", []), None, target, asks_launcher=True
+        )
     for folder in job_folder.running():
-        about = job_folder.read_label(folder)
+        label = job_folder.read_label(folder)
         name = _name(folder)
-        if name not in found and about.run not in found:
+        if name not in found and label.run not in found:
             target = job_folder.read_destination(folder)
-            home = job_folder.read_label(target).host if target is not None else ""
-            home = "" if home == socket.gethostname() else home
+            start_host = job_folder.read_label(target).host if target is not None else ""
+            start_host = "" if start_host == socket.gethostname() else start_host
             found[name] = RunningJob(
-                name, about.command, about.started, target, over=False, home=home
+                name,
+                label.command,
+                label.started,
+                target,
+                asks_launcher=False,
+                start_host=start_host,
             )
     return list(found.values())
 
@@ -183,20 +192,20 @@ def load_so_far(folder: Path) -> Run:
     """
     if any(folder.glob("*.ring")):
         return load_run(folder)
-    about = job_folder.read_label(folder)
+    label = job_folder.read_label(folder)
     try:
         job = find(folder, None)
-        seen = job.snapshot(FROM_HOSTS if job.over else DEFAULT_CAPACITY)
+        snapshot = job.snapshot(MAX_REMOTE_EVENTS if job.asks_launcher else DEFAULT_CAPACITY)
     except ValueError:
-        seen = None
-    ranks, notes = last_attempt(seen.tails) if seen is not None else ([], [])
+        snapshot = None
+    ranks, notes = last_attempt(snapshot.tails) if snapshot is not None else ([], [])
     if ranks:
         records = [rank.record for rank in ranks]
         missing = set(range(int(records[0].meta["size"]))) - {record.rank for record in records}
         return Run(
-            str(folder), records, sorted(missing), notes, about.command, running=True, env=about.env
+            str(folder), records, sorted(missing), notes, label.command, running=True, env=label.env
         )
-    host = about.host
+    host = label.host
     if host and host != socket.gethostname():
         raise ValueError(
             f"{folder} has no record yet. Its job was started on {host} and may still be "

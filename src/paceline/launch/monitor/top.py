@@ -27,10 +27,10 @@ from ..linux_processes import exit_on_signal, signals_handled
 from . import live_records
 from .running_jobs import RunningJob, find
 
-EVENTS = 200_000  # maximum number of events of all ranks together in one view
-LEAST, MOST = 512, 8192  # minimum and maximum number of events of one rank
+MAX_EVENTS_OF_ALL = 200_000  # maximum number of events of all ranks together in one view
+MIN_EVENTS, MAX_EVENTS = 512, 8192  # minimum and maximum number of events of one rank
 PLAIN_WIDTH = 100  # columns if the output is not a terminal
-BESIDE = 14  # lines of a view in addition to its table
+LINES_BESIDE_TABLE = 14  # lines of a view in addition to its table
 
 
 def top(folder: Path | None, name: str | None, every: float, once: bool, as_json: bool) -> int:
@@ -80,44 +80,48 @@ class Frame:
 
 def _frames(job: RunningJob) -> Iterator[Frame]:
     """Yield snapshots of the job until it has ended. The caller determines the interval."""
-    shown, most = None, LEAST
+    last_view, max_events = None, MIN_EVENTS
     while True:
         try:
-            seen = job.snapshot(most)
+            snapshot = job.snapshot(max_events)
         except ValueError as mistake:  # the launcher is suspended and may continue
-            yield Frame(shown, str(mistake))
+            yield Frame(last_view, str(mistake))
             continue
-        if seen is None:
+        if snapshot is None:
             return
-        if seen.ending:
-            yield Frame(shown, "the job is ending: Paceline saves its records")
+        if snapshot.ending:
+            yield Frame(last_view, "the job is ending: Paceline saves its records")
             continue
-        fresh = _view(job, seen)
-        if fresh is not None and fresh.size and most != (wanted := _events(fresh.size)):
-            most = wanted  # the first snapshot had few events
-            if shown is None:
-                shown = fresh
+        new_view = _view(job, snapshot)
+        if (
+            new_view is not None
+            and new_view.size
+            and max_events != (wanted := _events(new_view.size))
+        ):
+            max_events = wanted  # the first snapshot had few events
+            if last_view is None:
+                last_view = new_view
                 continue
-        shown = fresh
-        yield Frame(shown, _silence(seen) or _elsewhere(job, shown))
+        last_view = new_view
+        yield Frame(last_view, _silence(snapshot) or _elsewhere(job, last_view))
 
 
 def _events(size: int) -> int:
-    return min(MOST, max(LEAST, EVENTS // size))
+    return min(MAX_EVENTS, max(MIN_EVENTS, MAX_EVENTS_OF_ALL // size))
 
 
-def _view(job: RunningJob, seen: live_records.JobSnapshot) -> LiveView | None:
-    command = seen.job.get("command") or job.command
-    size = sum(seen.job.get("on_each", []))
-    return view(seen.tails, command, size, seen.silent_hosts)
+def _view(job: RunningJob, snapshot: live_records.JobSnapshot) -> LiveView | None:
+    command = snapshot.job.get("command") or job.command
+    size = sum(snapshot.job.get("on_each", []))
+    return view(snapshot.tails, command, size, snapshot.silent_hosts)
 
 
-def _silence(seen: live_records.JobSnapshot) -> str:
+def _silence(snapshot: live_records.JobSnapshot) -> str:
     """Return a message about the hosts that have not answered, with their ranks, or ""."""
     texts, first = [], 0
-    hosts, on_each = seen.job.get("hosts", []), seen.job.get("on_each", [])
-    for host, count in zip(hosts, on_each, strict=True):
-        if host in seen.silent_hosts:
+    hosts, ranks_per_host = snapshot.job.get("hosts", []), snapshot.job.get("on_each", [])
+    for host, count in zip(hosts, ranks_per_host, strict=True):
+        if host in snapshot.silent_hosts:
             ranks = named_ranks(range(first, first + count))
             are = "is" if count == 1 else "are"
             texts.append(f"node {host} does not answer: its {ranks} {are} not shown")
@@ -126,10 +130,10 @@ def _silence(seen: live_records.JobSnapshot) -> str:
 
 
 def _elsewhere(job: RunningJob, shown: LiveView | None) -> str:
-    if not job.home or shown is None or not shown.missing_ranks:
+    if not job.start_host or shown is None or not shown.missing_ranks:
         return ""
-    hint = f"HINT: ssh {job.home} paceline top {job.target}"
-    return f"only the ranks of this node are shown: the job was started on {job.home}. {hint}"
+    hint = f"HINT: ssh {job.start_host} paceline top {job.target}"
+    return f"only the ranks of this node are shown: the job was started on {job.start_host}. {hint}"
 
 
 def _renderable(
@@ -137,7 +141,7 @@ def _renderable(
 ) -> RenderableType:
     parts: list[RenderableType] = []
     if frame.view is not None:
-        rows = MAX_RANK_ROWS + MOST_RANKS if height is None else max(4, height - BESIDE)
+        rows = MAX_RANK_ROWS + MOST_RANKS if height is None else max(4, height - LINES_BESIDE_TABLE)
         parts.append(render(frame.view, width, rows))
     elif not frame.message:
         parts.append(Text(printable(_nothing_yet(job))))

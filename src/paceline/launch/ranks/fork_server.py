@@ -37,17 +37,17 @@ class OomKillCounter:
     def __init__(self) -> None:
         self._kills = _kills()
 
-    def why(self, most: int) -> str:
+    def why(self, peak_bytes: int) -> str:
         """Return an explanation why a process was killed with SIGKILL, or "" if the kernel has not
         killed a process for lack of memory since the previous call.
 
         Args:
-            most: Peak memory of the process, in bytes.
+            peak_bytes: Peak memory of the process, in bytes.
         """
         before, self._kills = self._kills, _kills()
         if self._kills <= before:
             return ""
-        reason = f"was killed by the kernel: out of memory. It had {_gib(most)} at most"
+        reason = f"was killed by the kernel: out of memory. It had {_gib(peak_bytes)} at most"
         limits = memory_limits()
         if limits:
             allowed = min(limit for limit, _ in limits)

@@ -140,19 +140,21 @@ def _jax(workers: list[Worker], rank: int, coordinator: int) -> dict[str, str]:
 
 
 def _horovod(workers: list[Worker], rank: int) -> dict[str, str]:
-    mine = workers[rank]
+    worker_of_rank = workers[rank]
     # Horovod's cross communicator: the ranks with this local rank, at most one per host.
-    cross = sorted(worker.host for worker in workers if worker.local_rank == mine.local_rank)
+    cross = sorted(
+        worker.host for worker in workers if worker.local_rank == worker_of_rank.local_rank
+    )
     numbers = {
         "RANK": rank,
         "SIZE": len(workers),
-        "LOCAL_RANK": mine.local_rank,
-        "LOCAL_SIZE": sum(worker.host == mine.host for worker in workers),
-        "CROSS_RANK": cross.index(mine.host),
+        "LOCAL_RANK": worker_of_rank.local_rank,
+        "LOCAL_SIZE": sum(worker.host == worker_of_rank.host for worker in workers),
+        "CROSS_RANK": cross.index(worker_of_rank.host),
         "CROSS_SIZE": len(cross),
     }
     made = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
-    return {**made, "HOROVOD_HOSTNAME": mine.address}
+    return {**made, "HOROVOD_HOSTNAME": worker_of_rank.address}
 
 
 def _joined(address: str, port: int) -> str:

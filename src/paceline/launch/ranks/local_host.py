@@ -134,7 +134,7 @@ class LocalHost:
         self._gate: StoreGate | None = None
         # asks the agents of other nodes who connects to the store, if the job has other nodes
         self.ask_agents: AskAgents | None = None
-        self.report: Callable[[str], None] | None = None  # prints messages about the store
+        self.report: Callable[[str], object] | None = None  # prints messages about the store
         self._attempt = ""
         self._progress_monitor = ProgressMonitor(Path(environment["PACELINE_RECORD"]))
         # whether the server has imported the preloaded modules; updated by take_exits()

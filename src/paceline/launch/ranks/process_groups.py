@@ -81,7 +81,7 @@ def end_children(grace: float) -> list[str]:
         "PID (name, state S)" of each child that has not ended KILL_TIMEOUT_S after SIGKILL.
     """
     deadline = time.monotonic() + grace
-    while left := _remaining_children():
+    while _reap_ended() and (left := _children()):
         if time.monotonic() > deadline + KILL_TIMEOUT_S:
             return [_describe(pid) for pid in left]
         kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
@@ -105,11 +105,6 @@ def end_remaining_children() -> None:
             "and Paceline leaves it. HINT: in state D, it waits in the kernel for a device or "
             "file system, and ends when that answers\n"
         )
-
-
-def _remaining_children() -> list[int]:
-    """Reap the children that have ended, and return the PIDs of the others."""
-    return _children() if _reap_ended() else []
 
 
 def _reap_ended() -> bool:

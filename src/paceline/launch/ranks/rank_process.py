@@ -66,21 +66,17 @@ _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _CALL = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "riscv64": 237, "s390x": 270}
 
 
-def prefer(node: int) -> str:
+def prefer(node: int) -> None:
     """Let this process and its future children allocate memory from NUMA node ``node`` first.
 
-    Returns:
-        The reason if that is not possible (a container may forbid it), else "".
+    Nothing is done where that is not possible: a container may forbid it (see --report-bindings).
     """
     call = _CALL.get(platform.machine())
     if call is None:
-        return f"set_mempolicy is not known on {platform.machine()}"
+        return
     mask = (ctypes.c_ulong * (_BITS // _WORD))()
     mask[node // _WORD] = 1 << (node % _WORD)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(call), _PREFERRED, mask, ctypes.c_ulong(_BITS)) == 0:
-        return ""
-    return os.strerror(ctypes.get_errno())
+    ctypes.CDLL(None).syscall(ctypes.c_long(call), _PREFERRED, mask, ctypes.c_ulong(_BITS))
 
 
 def become(start: RankStart) -> None:
@@ -110,7 +106,7 @@ def become(start: RankStart) -> None:
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
     if start.memory is not None:
-        prefer(start.memory)  # a container may forbid it: see --report-bindings
+        prefer(start.memory)
 
 
 def run_forked(start: RankStart) -> NoReturn:
@@ -123,13 +119,9 @@ def run_forked(start: RankStart) -> NoReturn:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _unshare_state(openmp_threads(os.environ))
     faulthandler.enable()
-    short = ShortEnd() if may_be_short() else None
+    # a trial may take less time than a whole end
+    short = ShortEnd() if trial_reports.VARIABLE in os.environ else None
     finish(execute(command), short)
-
-
-def may_be_short() -> bool:
-    """Return whether this rank is one of a trial, which may take less time than a whole end."""
-    return trial_reports.VARIABLE in os.environ
 
 
 def exec_fresh(start: RankStart) -> NoReturn:
@@ -287,9 +279,9 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
     except BaseException as error:
         sys.last_value = error  # same as the interpreter; exit handlers print no summary then
         summary = summarize_error(error)
-        heard = send_to_launcher(exception=summary, at=time.monotonic(), code=1)
+        is_sent = send_to_launcher(exception=summary, at=time.monotonic(), code=1)
         _record_failure(summary)
-        if not (heard and is_peer_gone(summary)):  # the launcher prints the cause
+        if not (is_sent and is_peer_gone(summary)):  # the launcher prints the cause
             sys.stderr.write(format_error(error))
         return 1
     return 0

@@ -52,7 +52,7 @@ def open_store(
     address: str,
     port: int,
     ask_agents: AskAgents | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], object] | None = None,
 ) -> tuple[Any, "StoreGate"]:
     """Open a TCPStore behind a gate that listens on an address and port (0: any free port).
 
@@ -64,14 +64,16 @@ def open_store(
         OSError: The address can't be listened on; with EADDRINUSE: the port is in use.
         ValueError: The store can't be reached from this process.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes several descriptors
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (limit, limit)
+    )  # each rank takes several descriptors
     check_loopback()
-    _check_descriptors(most)
+    _check_descriptors(limit)
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    report = report or _print
+    report = report or sys.stderr.write
     gate_socket = listen_on(address, port)
     port = gate_socket.getsockname()[1]
     key = secrets.token_bytes(SIGNATURE_KEY_BYTES)
@@ -129,11 +131,7 @@ def _check_descriptors(limit: int) -> None:
             ) from None
 
 
-def _print(text: str) -> None:
-    sys.stderr.write(text)
-
-
-def _listen_hidden(port: int, key: bytes, report: Callable[[str], None]) -> socket.socket:
+def _listen_hidden(port: int, key: bytes, report: Callable[[str], object]) -> socket.socket:
     """Return a socket that listens on an address of loopback for connections that have the key."""
     attempts = itertools.count(1)
     while True:
@@ -205,7 +203,7 @@ class StoreGate:
         store: socket.socket,
         key: bytes,
         ask_agents: AskAgents | None,
-        report: Callable[[str], None],
+        report: Callable[[str], object],
     ) -> None:
         self._listening, self._store, self._key = listening, store, key
         self._ask_agents, self._report = ask_agents, report

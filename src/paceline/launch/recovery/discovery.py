@@ -16,7 +16,7 @@ from ...security.processes import program_command
 from ...security.text import printable
 
 INTERVAL_S = 5.0  # between two runs of the script
-MAX_SECONDS = 60.0
+SCRIPT_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
 
 
@@ -33,7 +33,8 @@ def discover_hosts(script: str) -> list[Host]:
         raise ValueError(f"{name} can't be started: {_why_not(script, error)}") from None
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"{name} did not end within {MAX_SECONDS:g} s. HINT: it prints the hosts once, and ends"
+            f"{name} did not end within {SCRIPT_TIMEOUT_S:g} s. HINT: it prints the hosts once, "
+            "and ends"
         ) from None
     if len(output) > MAX_OUTPUT_BYTES:
         raise ValueError(
@@ -55,9 +56,9 @@ def _run(script: str) -> tuple[bytes, int]:
 
     Raises:
         OSError: It can't be started.
-        subprocess.TimeoutExpired: It takes longer than MAX_SECONDS.
+        subprocess.TimeoutExpired: It takes longer than SCRIPT_TIMEOUT_S.
     """
-    until = time.monotonic() + MAX_SECONDS
+    until = time.monotonic() + SCRIPT_TIMEOUT_S
     started = subprocess.Popen(
         program_command(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     )
@@ -68,7 +69,7 @@ def _run(script: str) -> tuple[bytes, int]:
         try:
             while len(output) <= MAX_OUTPUT_BYTES:
                 if not selector.select(max(until - time.monotonic(), 0.0)):
-                    raise subprocess.TimeoutExpired(script, MAX_SECONDS)
+                    raise subprocess.TimeoutExpired(script, SCRIPT_TIMEOUT_S)
                 data = os.read(process.stdout.fileno(), 1 << 16)
                 if not data:
                     return bytes(output), process.wait(max(until - time.monotonic(), 0.0))

@@ -140,10 +140,12 @@ class RemoteHost:
 
     def progress(self) -> ProgressReport:
         """Return the progress of the host's ranks; time since its last report counts as idle."""
-        last, at, asked = self._progress
-        if asked < self._last_start_at:  # the report is of an earlier attempt, which may have hung
-            last, at = ProgressReport(), self._last_start_at
-        return replace(last, idle_s=last.idle_s + time.monotonic() - at)
+        report, received_at, requested_at = self._progress
+        if (
+            requested_at < self._last_start_at
+        ):  # the report is of an earlier attempt, which may have hung
+            report, received_at = ProgressReport(), self._last_start_at
+        return replace(report, idle_s=report.idle_s + time.monotonic() - received_at)
 
     @property
     def is_silent(self) -> bool:
@@ -335,11 +337,14 @@ class RemoteHost:
     def _asking_host(self, name: str) -> "RemoteHost":
         return next((host for host in self._peers if host.name == name), self)
 
-    def _update_clock_offset(self, asked: float, at: float) -> None:
+    def _update_clock_offset(self, sent_at: float, answered_at: float) -> None:
         """Estimate the clock offset from the exchange with the shortest round trip."""
         now = time.monotonic()
-        if now - asked < self._round_trip:
-            self._round_trip, self._clock_offset_s = now - asked, at - (asked + now) / 2
+        if now - sent_at < self._round_trip:
+            self._round_trip, self._clock_offset_s = (
+                now - sent_at,
+                answered_at - (sent_at + now) / 2,
+            )
 
     def _store_record_chunk(self, name: str, start: int, last: bool, raw: bytes) -> None:
         """Write a chunk of a record file. Names that Paceline does not generate are ignored."""

@@ -63,10 +63,12 @@ KNOWN_FAILURES = (
 
 # Listener for agents that connect back to the launcher (started by srun, jsrun, mpirun, flux).
 
-PLACE_SECONDS = 120.0  # timeout from an agent's handshake to the message with its index
-POLL_SECONDS = 0.02  # between two polls for that message
-RESOLVE_SECONDS = 5.0  # timeout for resolving the names of all nodes
-MANY_STRANGERS = 100  # unauthenticated connections that justify a warning in a job that has started
+PLACE_TIMEOUT_S = 120.0  # timeout from an agent's handshake to the message with its index
+POLL_INTERVAL_S = 0.02  # between two polls for that message
+RESOLVE_TIMEOUT_S = 5.0  # timeout for resolving the names of all nodes
+MIN_REPORTED_STRANGERS = (
+    100  # unauthenticated connections that justify a warning in a job that has started
+)
 
 
 class AgentListener:
@@ -104,7 +106,7 @@ class AgentListener:
 
     def wait(self, seconds: float) -> None:
         """Serve connections for about ``seconds``, then return. Updates ``found`` and ``twice``."""
-        wait = min(seconds, POLL_SECONDS) if self._unplaced else seconds
+        wait = min(seconds, POLL_INTERVAL_S) if self._unplaced else seconds
         for visitor, nonces in self._acceptor.wait(wait):
             self._admit(visitor, nonces)
         for host, deadline in list(self._unplaced.items()):
@@ -130,7 +132,7 @@ class AgentListener:
     @property
     def many_strangers(self) -> bool:
         """Whether there were more unauthenticated connections than a port scan would make."""
-        return self._acceptor.strangers.total > MANY_STRANGERS
+        return self._acceptor.strangers.total > MIN_REPORTED_STRANGERS
 
     def _admit(self, visitor: socket.socket, nonces: bytes) -> None:
         try:
@@ -140,7 +142,7 @@ class AgentListener:
             return
         host = RemoteHost("", channel, channel.close)
         self.visitors.append(host)
-        self._unplaced[host] = time.monotonic() + PLACE_SECONDS
+        self._unplaced[host] = time.monotonic() + PLACE_TIMEOUT_S
         if len(self._unplaced) > 2 * self._number + 16:
             oldest = next(iter(self._unplaced))
             del self._unplaced[oldest]
@@ -188,7 +190,7 @@ def addresses_towards(names: list[str]) -> list[str]:
         return named
     pool = ThreadPoolExecutor(32)
     try:
-        routes = list(pool.map(_sources, dict.fromkeys(names), timeout=RESOLVE_SECONDS))
+        routes = list(pool.map(_sources, dict.fromkeys(names), timeout=RESOLVE_TIMEOUT_S))
     except (OSError, TimeoutError, UnicodeError):
         return []
     finally:
@@ -310,9 +312,9 @@ class AgentConnections:
             while waiting:
                 done, waiting = wait(waiting, NOTICE_INTERVAL_S, FIRST_COMPLETED)
                 if not done and not self._quiet:
-                    some = sorted(calls[call] for call in waiting)
-                    more = f" and {len(some) - 8} more" if len(some) > 8 else ""
-                    sys.stderr.write(f"paceline: waiting for {', '.join(some[:8])}{more} ...\n")
+                    names = sorted(calls[call] for call in waiting)
+                    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+                    sys.stderr.write(f"paceline: waiting for {', '.join(names[:8])}{more} ...\n")
         except BaseException:  # for example Ctrl-C: do not wait
             self._closing = True
             for started in self._processes:
@@ -467,11 +469,7 @@ class _ToolProcess:
 
     def wait_for_output(self) -> str:
         """Return the last lines of its output, all of them if it has ended."""
-        try:
-            self.process.wait(2.0)
-            self._reader.join(1.0)
-        except subprocess.TimeoutExpired:
-            pass
+        self.wait_until(time.monotonic() + 2.0)
         return "\n".join(self.output_lines())
 
     def output_lines(self) -> list[str]:
@@ -490,11 +488,9 @@ class _ToolProcess:
         return [self.new_lines.popleft() for _ in range(len(self.new_lines))]
 
     def wait_until(self, deadline: float) -> None:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
             self._reader.join(1.0)
-        except subprocess.TimeoutExpired:
-            pass
 
 
 def sort_hosts(hosts: list[RemoteHost], names: list[str]) -> list[RemoteHost]:

@@ -51,8 +51,8 @@ class LaunchTool:
         if self.program != "ssh":
             return [self.program, *words, *agent]
         *words, host = words
-        own = shlex.split(os.environ.get(SSH_OPTIONS, ""))
-        return [self.program, *words, *own, host, "exec " + shlex.join(agent)]
+        user_options = shlex.split(os.environ.get(SSH_OPTIONS, ""))
+        return [self.program, *words, *user_options, host, "exec " + shlex.join(agent)]
 
 
 # Task settings of the batch script must not affect the step of the agents.
@@ -142,17 +142,17 @@ def find_tool(name: str) -> LaunchTool:
 
 def _mpi_tool(program: str) -> LaunchTool:
     try:
-        asked = run_program(program, "--version", seconds=20.0)
-        answer = asked.stdout + asked.stderr
+        result = run_program(program, "--version", seconds=20.0)
+        version = result.stdout + result.stderr
     except OSError as error:
         raise ValueError(f"--launcher {program}: {error}") from None
-    if "Open MPI" in answer or "OpenRTE" in answer or "PRRTE" in answer:
+    if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
         return LaunchTool(program, program, OPEN_MPI_OPTIONS, passes_environment=False)
-    if "HYDRA" in answer.upper() or "Intel(R) MPI" in answer:
+    if "HYDRA" in version.upper() or "Intel(R) MPI" in version:
         return LaunchTool(program, program, HYDRA_OPTIONS)
-    if "PALS" in answer.upper():
+    if "PALS" in version.upper():
         return TOOLS["palsrun"]
-    first = answer.strip().splitlines()[:1]
+    first = version.strip().splitlines()[:1]
     raise ValueError(
         f"--launcher {program}: Paceline does not recognize this MPI by its version "
         f"({first or 'no output'}). HINT: --launcher ssh"
