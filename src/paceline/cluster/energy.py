@@ -337,9 +337,9 @@ class EnergyMeter:
     def __init__(self, root: Path = Path("/"), nvml: Any = None) -> None:
         self._root = root
         self._counters, notes = sysfs_counters(root)
-        gpus, more = gpu_counters(root, nvml)
-        self._counters += gpus
-        self.notes = notes + more
+        counters_of_gpus, gpu_notes = gpu_counters(root, nvml)
+        self._counters += counters_of_gpus
+        self.notes = notes + gpu_notes
         self._last = [0.0] * len(self._counters)
         self._times: list[float] = []
         self._used: list[list[float]] = [[] for _ in self._counters]
@@ -365,14 +365,13 @@ class EnergyMeter:
 
         threads: Hardware threads that the job holds; None: those that this process may use.
         """
-        whole = {
-            counter.source: used for counter, used in zip(self._counters, self._used, strict=True)
-        }
+        sources = [counter.source for counter in self._counters]
+        readings = dict(zip(sources, self._used, strict=True))
         uses = []
         for counter in charged_counters(self._counters, threads, self._root):
-            used = [counter.share * joules for joules in whole[counter.source]]
-            about = counter.is_estimate, counter.how, counter.within
-            uses.append(EnergyUse(counter.source, used[-1], *about, list(self._times), used))
+            used = [counter.share * joules for joules in readings[counter.source]]
+            origin = counter.is_estimate, counter.how, counter.within
+            uses.append(EnergyUse(counter.source, used[-1], *origin, list(self._times), used))
         return uses
 
     def sample(self) -> None:

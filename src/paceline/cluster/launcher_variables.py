@@ -95,12 +95,16 @@ SLURM_PMIX = "slurm.pmix."
 
 def launch_sources(environment: Environment) -> list[Source]:
     """Return the launcher to use, followed by the others that describe the same start."""
-    there = [source for source in SOURCES if _is_present(environment, source)]
-    if not there:
+    present = [source for source in SOURCES if _is_present(environment, source)]
+    if not present:
         return []
     return [
-        there[0],
-        *(s for s in there[1:] if _are_equivalent(environment, there[0].name, s.name)),
+        present[0],
+        *(
+            other
+            for other in present[1:]
+            if _are_equivalent(environment, present[0].name, other.name)
+        ),
     ]
 
 

@@ -256,31 +256,31 @@ def _sources_of_start(environment: Environment, place: RankIdentity) -> list[Sou
 
 def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
     """Return the world size of this start, and the environment variable that it was read from."""
-    said: tuple[int, str] | None = None
+    stated: tuple[int, str] | None = None
     for source in sources:
         if source.size is None or source.size not in environment:
             continue
-        if said is None:
-            said = number(environment, source.size) or 0, source.size
-        _check_agreement(environment, source.size, *said)
-    on_this_host = number(environment, "PALS_LOCAL_SIZE")
+        if stated is None:
+            stated = number(environment, source.size) or 0, source.size
+        _check_agreement(environment, source.size, *stated)
+    local_size = number(environment, "PALS_LOCAL_SIZE")
     pals = any(source.name == "PALS" for source in sources)
-    if said is not None:
-        if pals and on_this_host is not None and said[0] < on_this_host:
+    if stated is not None:
+        if pals and local_size is not None and stated[0] < local_size:
             raise ValueError(
-                f"the environment has {said[1]}={said[0]} beside PALS_LOCAL_SIZE={on_this_host}. "
+                f"the environment has {stated[1]}={stated[0]} beside PALS_LOCAL_SIZE={local_size}. "
                 "HINT: unset the one that was set by hand"
             )
-        return said
-    by_hand = number(environment, "WORLD_SIZE")
-    if by_hand is not None:
-        return by_hand, "WORLD_SIZE"
-    if pals and on_this_host is not None and environment.get("PBS_NODEFILE"):
+        return stated
+    from_torchrun = number(environment, "WORLD_SIZE")
+    if from_torchrun is not None:
+        return from_torchrun, "WORLD_SIZE"
+    if pals and local_size is not None and environment.get("PBS_NODEFILE"):
         try:
             hosts = len(read_nodefile(environment, "PBS_NODEFILE"))
             return (
-                on_this_host * hosts,
-                f"PALS_LOCAL_SIZE={on_this_host} on {counted(hosts, 'node')}",
+                local_size * hosts,
+                f"PALS_LOCAL_SIZE={local_size} on {counted(hosts, 'node')}",
             )
         except ValueError:  # only the job's first host has the file
             pass

@@ -110,21 +110,21 @@ class HandshakeRun(Generic[T]):
         """Read the available bytes, and return whether the step is complete."""
         while (left := step.read - len(self._data)) > 0:
             try:
-                more = self._recv_line(left) if step.line else self.connection.recv(left)
+                data = self._recv_line(left) if step.line else self.connection.recv(left)
             except (BlockingIOError, InterruptedError):
                 return False
-            if not more:
+            if not data:
                 raise HandshakeError("the connection was closed during the greeting")
-            self._data += more
-            if step.line and more.endswith(b"\n"):
+            self._data += data
+            if step.line and data.endswith(b"\n"):
                 return True
         if step.line:
             raise HandshakeError(f"a line of more than {step.read} bytes")
         return True
 
-    def _recv_line(self, most: int) -> bytes:
-        seen = self.connection.recv(most, socket.MSG_PEEK)
-        return self.connection.recv(seen.find(b"\n") + 1 or len(seen) or 1)
+    def _recv_line(self, max_bytes: int) -> bytes:
+        available = self.connection.recv(max_bytes, socket.MSG_PEEK)
+        return self.connection.recv(available.find(b"\n") + 1 or len(available) or 1)
 
 
 def run_handshake(connection: socket.socket, handshake: Handshake[T], seconds: float) -> T:

@@ -78,15 +78,15 @@ class Overlay:
         Returns:
             None if the folders cannot be covered here.
         """
-        seen = [str(path.resolve()) for path in (changes, *visible, *caches())]
+        visible_paths = [str(path.resolve()) for path in (changes, *visible, *caches())]
         temporary = os.path.realpath(tempfile.gettempdir())
         if not any(is_inside(path, (temporary,)) for path in user_folders(script, args)):
-            seen.append(temporary)
-        for more in ((str(Path.home()),), ()):
-            folders = user_folders(script, args, *more)
-            found = cls(folders, tuple(path for path in seen if os.path.isdir(path)))
-            if found._works(changes / "try"):
-                return found
+            visible_paths.append(temporary)
+        for others in ((str(Path.home()),), ()):
+            folders = user_folders(script, args, *others)
+            overlay = cls(folders, tuple(path for path in visible_paths if os.path.isdir(path)))
+            if overlay._works(changes / "try"):
+                return overlay
         return None
 
     def _works(self, changes: Path) -> bool:
@@ -177,16 +177,17 @@ def cover(request: str, node: str = "0", *visible: Path) -> Path | None:
     Raises:
         OSError: The folders cannot be covered.
     """
-    asked = json.loads(request)
-    changes = os.path.join(asked["changes"], node)
-    made = _make_folder(Path(asked["changes"]))
+    fields = json.loads(request)
+    changes = os.path.join(fields["changes"], node)
+    made = _make_folder(Path(fields["changes"]))
     try:
         os.makedirs(changes, exist_ok=True)
         _enter_namespace()
-        kept = [*asked["visible"], *map(os.path.realpath, visible)]
-        folders, kept = (list(filter(os.path.isdir, paths)) for paths in (asked["folders"], kept))
-        _cover(folders, kept, changes)
-        os.chdir(asked["cwd"])  # the folder at the top of the overlay
+        uncovered = [*fields["visible"], *map(os.path.realpath, visible)]
+        paths = fields["folders"], uncovered
+        folders, uncovered = (list(filter(os.path.isdir, each)) for each in paths)
+        _cover(folders, uncovered, changes)
+        os.chdir(fields["cwd"])  # the folder at the top of the overlay
     except OSError:
         remove_changes(made)
         raise
@@ -230,18 +231,18 @@ def _cover(folders: Sequence[str], visible: Sequence[str], changes: str) -> None
         for path, options, kind in _mount_lines()
         if path not in folders and is_inside(path, folders)
     }
-    kept = [path for path in visible if is_inside(path, folders)]
-    opened = {path: os.open(path, os.O_PATH) for path in (*inside, *kept)}
+    visible_inside = [path for path in visible if is_inside(path, folders)]
+    descriptors = {path: os.open(path, os.O_PATH) for path in (*inside, *visible_inside)}
     numbers = itertools.count()  # the same ones if ``changes`` has those of an earlier run
     for folder in folders:
         _mount_overlay(folder, changes, next(numbers))
     for path in sorted(inside, key=len):
-        _bind(opened[path], path)
+        _bind(descriptors[path], path)
         if os.path.isdir(path) and inside[path] not in PSEUDO:
             _mount_overlay(path, changes, next(numbers))
-    for path in kept:
-        _bind(opened[path], path)
-    for descriptor in opened.values():
+    for path in visible_inside:
+        _bind(descriptors[path], path)
+    for descriptor in descriptors.values():
         os.close(descriptor)
 
 

@@ -115,8 +115,8 @@ def module_folders(name: str) -> list[str]:
 
     Paceline starts modules of its own in the same way, which need no other folder.
     """
-    own = name.partition(".")[0] == __name__.partition(".")[0]
-    return list(sys.path) if own else import_folders(os.getcwd())
+    is_own = name.partition(".")[0] == __name__.partition(".")[0]
+    return list(sys.path) if is_own else import_folders(os.getcwd())
 
 
 def drop_working_directory() -> None:
@@ -127,12 +127,12 @@ def drop_working_directory() -> None:
 
 def warn_of_working_directory() -> None:
     """Warn if Python imports modules from a working directory to which other users add files."""
-    here = _working_directory()
-    if here in sys.path and is_open(here):
+    folder = _working_directory()
+    if folder in sys.path and is_open(folder):
         sys.stderr.write(
-            f"paceline: warning: Python imports modules from {printable(here)}, where other users "
-            "can add files. HINT: use another working directory, or remove it from PYTHONPATH (an "
-            "empty entry is the working directory)\n"
+            f"paceline: warning: Python imports modules from {printable(folder)}, where other "
+            "users can add files. HINT: use another working directory, or remove it from "
+            "PYTHONPATH (an empty entry is the working directory)\n"
         )
 
 

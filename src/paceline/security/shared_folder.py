@@ -63,7 +63,7 @@ def describe_ranks(nodes: list[str], ranks: list[int]) -> str:
     by_node: dict[str, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(nodes[rank], []).append(rank)
-    return ", ".join(f"{named_ranks(of)} ({node})" for node, of in by_node.items())
+    return ", ".join(f"{named_ranks(members)} ({node})" for node, members in by_node.items())
 
 
 def _token(directory: Path, number: int) -> Path:

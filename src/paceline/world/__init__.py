@@ -157,16 +157,16 @@ class World(ModelDistribution):
             self._progress.say(launch_text)
         warn = self._progress.warn_once
         phases = PhaseRecorder(self._recorder, release_loop if attached else None)
-        about = (self.mesh, self.device, self._dtype)
-        self._training = OptimizerSteps(*about, phases, nonfinite, replicas, warn)
+        common = (self.mesh, self.device, self._dtype)
+        self._training = OptimizerSteps(*common, phases, nonfinite, replicas, warn)
         self._state = TrainingState(self._training, Position())
         self._log = LoopLog(self.mesh, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.mesh, self._log.go_on)
         self._training.sum_over_data = self._collectives.sum_over_data
         self._training.any_rank = self._collectives.any
-        known = [self._training.explain, out_of_memory.explain]
-        explain = self._training.explain_missing_gradient
-        error_messages.explanations += [self._log.explain, *known, explain]
+        explanations = [self._training.explain, out_of_memory.explain]
+        explain_gradient = self._training.explain_missing_gradient
+        error_messages.explanations += [self._log.explain, *explanations, explain_gradient]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
         )
@@ -376,8 +376,8 @@ class World(ModelDistribution):
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._progress.warn)
-        about = (self._state, self._recorder, self._collectives, self._progress.say)
-        checkpointer = Checkpointer(saver, interval, *about, source)
+        common = (self._state, self._recorder, self._collectives, self._progress.say)
+        checkpointer = Checkpointer(saver, interval, *common, source)
         self._finish.savers.append(saver)
         return self._loops.epochs(count, checkpointer)
 

@@ -44,9 +44,9 @@ class Progress:
         self._next_update = now + self.interval_s
         rate = self._samples / max(now - self._since, 1e-9)
         self._since, self._samples = now, 0
-        of = f"/{length}" if length else ""
+        total = f"/{length}" if length else ""
         loss = self._loss_text(training.last_loss)
-        self._show(f"{self._epoch}batch {done}{of}  {amount(rate)} samples/s{loss}")
+        self._show(f"{self._epoch}batch {done}{total}  {amount(rate)} samples/s{loss}")
 
     def _loss_text(self, loss: torch.Tensor | float | None) -> str:
         """Return the loss for the line; of a GPU that of the last line, which has arrived."""

@@ -105,12 +105,12 @@ def _placed(state: Any, like: Any) -> Any:
     if isinstance(state, torch.Tensor | SavedTensor):
         return placed_like(state, like)
     if isinstance(state, dict):
-        own = like if isinstance(like, dict) else {}
-        return {key: _placed(value, own.get(key)) for key, value in state.items()}
+        like_value = like if isinstance(like, dict) else {}
+        return {key: _placed(value, like_value.get(key)) for key, value in state.items()}
     if type(state) in (list, tuple):
         has_each = isinstance(like, list | tuple) and len(like) == len(state)
-        each = like if has_each else [None] * len(state)
-        return type(state)(_placed(value, own) for value, own in zip(state, each, strict=True))
+        likes = like if has_each else [None] * len(state)
+        return type(state)(map(_placed, state, likes))
     return state
 
 
@@ -123,10 +123,10 @@ def _placed_for_optimizer(optimizer: Optimizer, state: Any) -> Any:
         return _placed(state, None)
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
-        key: _placed_for_parameter(optimizer, parameters.get(key), of)
-        if isinstance(of, dict)
-        else _placed(of, None)
-        for key, of in state["state"].items()
+        key: _placed_for_parameter(optimizer, parameters.get(key), saved)
+        if isinstance(saved, dict)
+        else _placed(saved, None)
+        for key, saved in state["state"].items()
     }
     others = {key: _placed(value, None) for key, value in state.items() if key != "state"}
     return {**others, "state": placed}
@@ -202,13 +202,13 @@ def _optimizer_difference(
     """
     if not isinstance(state, dict) or not state.get("param_groups"):
         return ""
-    groups = [len(group["params"]) for group in state["param_groups"]]
-    own = [len(group) for group in shapes]
+    saved_sizes = [len(group["params"]) for group in state["param_groups"]]
+    sizes = [len(group) for group in shapes]
     kind = type(optimizer).__name__
-    if groups != own:
+    if saved_sizes != sizes:
         return (
-            f"the numbers of parameters in the groups of the {kind} are {groups} in the checkpoint "
-            f"and {own} in the script"
+            f"the numbers of parameters in the groups of the {kind} are {saved_sizes} in the "
+            f"checkpoint and {sizes} in the script"
         )
     saved = state["param_groups"][0].keys() - _NOT_OF_OPTIMIZERS
     missing = sorted(optimizer.defaults.keys() - saved)
@@ -219,20 +219,20 @@ def _optimizer_difference(
             f"{', '.join(missing)}"
         )
     states = state.get("state", {})
-    for key, of in enumerate(shape for group in shapes for shape in group):
+    for key, shape_of_parameter in enumerate(shape for group in shapes for shape in group):
         values = states.get(key, {})
         for name, value in values.items() if isinstance(values, dict) else ():
-            found = tuple(getattr(value, "shape", ()))
-            if name in _LIKE_PARAMETERS and found != of:
+            saved_shape = tuple(getattr(value, "shape", ()))
+            if name in _LIKE_PARAMETERS and saved_shape != shape_of_parameter:
                 return (
-                    f"{name} of the {kind}'s parameter {key} has shape {found} in the "
-                    f"checkpoint, and the parameter {of} in the script"
+                    f"{name} of the {kind}'s parameter {key} has shape {saved_shape} in the "
+                    f"checkpoint, and the parameter {shape_of_parameter} in the script"
                 )
     # PyTorch would keep them
-    extra = [key for key in states if isinstance(key, int) and not 0 <= key < sum(own)]
-    if extra:
+    unknown_keys = [key for key in states if isinstance(key, int) and not 0 <= key < sum(sizes)]
+    if unknown_keys:
         return (
-            f"the checkpoint has a state of parameter {extra[0]} of the {kind}, which has "
-            f"{counted(sum(own), 'parameter')}"
+            f"the checkpoint has a state of parameter {unknown_keys[0]} of the {kind}, which has "
+            f"{counted(sum(sizes), 'parameter')}"
         )
     return ""

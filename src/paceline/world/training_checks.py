@@ -116,9 +116,9 @@ class FiniteCheck:
 
     def check_before_step(self, optimizer: Optimizer) -> None:
         """Check the gradients that the optimizer is about to step with."""
-        seen, self._was_checked = self._was_checked, False
+        was_checked, self._was_checked = self._was_checked, False
         on_device = bool(self._exchanged) or self._loss is not None
-        if not self.check_gradients or self.mode == "ignore" or (seen and not on_device):
+        if not self.check_gradients or self.mode == "ignore" or (was_checked and not on_device):
             return
         if is_capturing():
             return
@@ -233,19 +233,19 @@ def owned_parameters(
     """Return ``named_parameters``, each with its model and its name there."""
     found = []
     for i, model in enumerate(models):
-        of = f"model {i + 1}'s " if len(models) > 1 else ""
+        prefix = f"model {i + 1}'s " if len(models) > 1 else ""
         left_out = model.ignored_parameters
         for name, parameter in model.parameters().items():
             if parameter.requires_grad and name not in left_out:
-                found.append((of + name, parameter, model, name))
+                found.append((prefix + name, parameter, model, name))
     return found
 
 
 def _gradient_owner(names: list[str]) -> str:
     """Name the first parameter that backward reached; later ones have inherited its values."""
-    more = len(names) - 1
-    below = f" (and of {more} more, which the backward reaches later)" if more > 0 else ""
-    return f" of {names[0]}{below}" if names else ""
+    others = len(names) - 1
+    others_text = f" (and of {others} more, which the backward reaches later)" if others > 0 else ""
+    return f" of {names[0]}{others_text}" if names else ""
 
 
 # Detection of replicas that have diverged: ranks whose parameters differ, and the layer.
@@ -368,7 +368,9 @@ class ReplicaDivergenceCheck:
         """
         self._due, self._compared = False, self._exchanges
         held = self._whole_parameters()
-        sums = {axes: _on_host([_bit_sum(p) for _, p in of]).long() for axes, of in held.items()}
+        sums = {
+            axes: _on_host([_bit_sum(p) for _, p in each]).long() for axes, each in held.items()
+        }
         digests = [_digest(vector.numpy().tobytes()) for vector in sums.values()]
         rows = self._gather(torch.cat(digests), None)
         if len(rows) == 1 or all(torch.equal(row, rows[0]) for row in rows[1:]):

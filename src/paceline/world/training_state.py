@@ -145,8 +145,8 @@ _States = tuple[bytes, tuple[int, list[int], float | None], _Numpy | None, bytes
 
 def share_random_states(mesh: Mesh) -> None:
     """Give this rank the random states of its data rank. Collective."""
-    found = all_gather_objects(_packed_states(random_states()), _States)
-    set_random_states(_unpacked_states(found[mesh.data_rank]))
+    states_of_ranks = all_gather_objects(_packed_states(random_states()), _States)
+    set_random_states(_unpacked_states(states_of_ranks[mesh.data_rank]))
 
 
 def _packed_states(states: dict[str, Any]) -> Any:
@@ -208,10 +208,10 @@ class TrainingState:
             "warmups": training.warmups,
             "scaler": [training.scaler] if training.scaler else [],
         }
-        own = [unwrap(kept.thing) for kept in self._kept(Scope.PER_RANK).values()]
+        excluded = [unwrap(kept.thing) for kept in self._kept(Scope.PER_RANK).values()]
         return {
-            name: [part for part in of if not any(part is excluded for excluded in own)]
-            for name, of in parts.items()
+            name: [part for part in each if not any(part is other for other in excluded)]
+            for name, each in parts.items()
         }
 
     def _kept(self, *scopes: Scope) -> dict[str, KeptState]:
@@ -357,7 +357,7 @@ class TrainingState:
             for name in ("models", "optimizers")
         }
 
-    def load(self, shared: dict[str, Any], own: list[Any], rank: int, size: int) -> Position:
+    def load(self, shared: dict[str, Any], states: list[Any], rank: int, size: int) -> Position:
         """Restore every object's state; return the position at which it was saved.
 
         Raises ValueError where the checkpoint belongs to another script or model.
@@ -366,36 +366,37 @@ class TrainingState:
             _check_count(name, len(shared[name]), len(parts))
             for part, state in zip(parts, shared[name], strict=True):
                 load_part(part, state, name, self.owned)
-        self._check_kept(shared["kept"], _kept_per_rank(own))
-        source = self._source_of(own, rank, size)
-        of_rank = source if source is not None else own[rank] if rank < len(own) else None
+        self._check_kept(shared["kept"], _kept_per_rank(states))
+        source = self._source_of(states, rank, size)
+        rank_state = source if source is not None else next(iter(states[rank : rank + 1]), None)
         for name, kept in self.kept.items():
             if name in shared["kept"]:
                 kept.thing.load_state_dict(placed_for(kept.thing, shared["kept"][name]))
-            elif of_rank is not None:
-                kept.thing.load_state_dict(of_rank["kept"][name])
+            elif rank_state is not None:
+                kept.thing.load_state_dict(rank_state["kept"][name])
         self.training.phases.recorder.step = shared["step"]
         if source is not None:
             set_random_states(source["random"])
             sums = source["meters"]
         else:  # another number of data ranks: the first one takes all sums
-            first = _first_of_data_ranks(own)
+            data_ranks = _first_of_data_ranks(states)
             is_first = self.training.mesh.data_rank == 0
-            sums = _sum_meters([part["meters"] for part in first]) if is_first else []
+            sums = _sum_meters([part["meters"] for part in data_ranks]) if is_first else []
         for meter, state in zip(self.meters, sums, strict=False):
             meter.load_state_dict(state)
         self.pending_meters = list(sums[len(self.meters) :])
         return Position(**shared["position"])
 
-    def _source_of(self, own: list[Any], rank: int, size: int) -> Any:
+    def _source_of(self, states: list[Any], rank: int, size: int) -> Any:
         """Return the saved state of a rank whose samples this one continues with; None for none."""
         mesh = self.training.mesh
-        saved = [state.get("data_rank", number) for number, state in enumerate(own)]
+        saved = [state.get("data_rank", number) for number, state in enumerate(states)]
         if len(set(saved)) != mesh.data_size:
             return None
-        if len(own) == size and own[rank].get("place", str({DATA: rank})) == str(mesh.place):
-            return own[rank]
-        return own[saved.index(mesh.data_rank)]
+        place = str({DATA: rank})  # of checkpoints without places
+        if len(states) == size and states[rank].get("place", place) == str(mesh.place):
+            return states[rank]
+        return states[saved.index(mesh.data_rank)]
 
     def _check_kept(self, shared: dict[str, Any], per_rank: set[str]) -> None:
         saved = shared.keys() | per_rank
@@ -420,7 +421,7 @@ class TrainingState:
                 f"one for all ranks. HINT: world.keep({name}=paceline.per_rank({name}))"
             )
 
-    def restore_warnings(self, shared: dict[str, Any], own: list[Any], size: int) -> list[str]:
+    def restore_warnings(self, shared: dict[str, Any], states: list[Any], size: int) -> list[str]:
         """Return what ``load`` restores otherwise than it was saved, a line for each object."""
         warnings = []
         for name in self._kept(Scope.PER_RANK):
@@ -429,17 +430,18 @@ class TrainingState:
                     f"the checkpoint contains one state of world.keep({name}=...) for all ranks: "
                     "each rank restores it"
                 )
-            elif len(own) != size:
+            elif len(states) != size:
                 others = "each rank restores that of a rank which trained its samples"
-                if self._source_of(own, self.training.mesh.rank, size) is None:
+                if self._source_of(states, self.training.mesh.rank, size) is None:
                     others = (
-                        f"the initial state of {named_ranks(range(len(own), size))} remains"
-                        if size > len(own)
-                        else f"the states of {named_ranks(range(size, len(own)))} are not restored"
+                        f"the initial state of {named_ranks(range(len(states), size))} remains"
+                        if size > len(states)
+                        else f"the states of {named_ranks(range(size, len(states)))} are not "
+                        "restored"
                     )
                 warnings.append(
                     f"the checkpoint contains the state of world.keep({name}=...) for "
-                    f"{counted(len(own), 'rank')}, and this run has {counted(size, 'rank')}: "
+                    f"{counted(len(states), 'rank')}, and this run has {counted(size, 'rank')}: "
                     f"{others}"
                 )
         return warnings
@@ -450,14 +452,15 @@ class TrainingState:
             meter.load_state_dict(self.pending_meters.pop(0))
 
 
-def _kept_per_rank(own: list[Any]) -> set[str]:
+def _kept_per_rank(states: list[Any]) -> set[str]:
     """Return the names of objects with a state for each rank; older checkpoints have none."""
-    return set[str]().union(*(state.get("kept", ()) for state in own))
+    return set[str]().union(*(state.get("kept", ()) for state in states))
 
 
-def _first_of_data_ranks(own: list[Any]) -> list[Any]:
+def _first_of_data_ranks(states: list[Any]) -> list[Any]:
     """Return the states of one rank of each data rank."""
-    found = {state.get("data_rank", number): state for number, state in reversed([*enumerate(own)])}
+    numbered = reversed([*enumerate(states)])
+    found = {state.get("data_rank", number): state for number, state in numbered}
     return [found[number] for number in sorted(found)]
 
 

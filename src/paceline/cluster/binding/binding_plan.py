@@ -99,36 +99,36 @@ def _divide_pools(pools: Sequence[tuple[Core, ...]], each: int | None) -> Shares
     ranks_of: dict[tuple[Core, ...], list[int]] = {}
     for rank, pool in enumerate(pools):
         ranks_of.setdefault(pool, []).append(rank)
-    most = min(
+    max_size = min(
         cores_per_rank(group_by_socket(pool), len(ranks)) for pool, ranks in ranks_of.items()
     )
-    for size in range(most, 0, -1) if each is None else (each,):
-        found: dict[int, tuple[Core, ...]] = {}
+    for size in range(max_size, 0, -1) if each is None else (each,):
+        cores_by_rank: dict[int, tuple[Core, ...]] = {}
         # Pools may overlap: hosts do not always report which cores are near a GPU.
         taken: set[Core] = set()
         for pool, ranks in sorted(ranks_of.items(), key=lambda entry: len(entry[0])):
             free = group_by_socket(core for core in pool if core not in taken)
             if len(free.cores) // size < len(ranks):
                 break
-            found.update(zip(ranks, assign_cores(free, len(ranks), size), strict=True))
-            taken.update(core for rank in ranks for core in found[rank])
-        if len(found) == len(pools):
-            return [found[rank] for rank in range(len(pools))]
+            cores_by_rank.update(zip(ranks, assign_cores(free, len(ranks), size), strict=True))
+            taken.update(core for rank in ranks for core in cores_by_rank[rank])
+        if len(cores_by_rank) == len(pools):
+            return [cores_by_rank[rank] for rank in range(len(pools))]
     return None
 
 
 def _swap_for_proximity(
-    found: Shares, pools: Sequence[tuple[Core, ...]], close: Sequence[tuple[Core, ...]]
+    shares: Shares, pools: Sequence[tuple[Core, ...]], close: Sequence[tuple[Core, ...]]
 ) -> Shares:
     """Return the shares, exchanged among ranks of the same pool so that ranks get close cores."""
-    ranks = range(len(found))
-    pairs = [(rank, of) for rank in ranks for of in ranks if pools[rank] == pools[of]]
-    pairs.sort(key=lambda pair: -len(set(close[pair[0]]) & set(found[pair[1]])))
-    given: dict[int, int] = {}
-    for rank, of in pairs:
-        if rank not in given and of not in given.values():
-            given[rank] = of
-    return [found[given[rank]] for rank in ranks]
+    ranks = range(len(shares))
+    pairs = [(rank, other) for rank in ranks for other in ranks if pools[rank] == pools[other]]
+    pairs.sort(key=lambda pair: -len(set(close[pair[0]]) & set(shares[pair[1]])))
+    share_of_rank: dict[int, int] = {}
+    for rank, other in pairs:
+        if rank not in share_of_rank and other not in share_of_rank.values():
+            share_of_rank[rank] = other
+    return [shares[share_of_rank[rank]] for rank in ranks]
 
 
 def _check_gpus(gpus: Sequence[GPU], ranks: int) -> None:
@@ -137,9 +137,9 @@ def _check_gpus(gpus: Sequence[GPU], ranks: int) -> None:
             "--bind device: no GPU is visible on this node. HINT: --bind core or --bind socket"
         )
     if ranks > len(gpus):
-        there = f"{len(gpus)} GPUs are" if len(gpus) > 1 else "1 GPU is"
+        available = f"{len(gpus)} GPUs are" if len(gpus) > 1 else "1 GPU is"
         raise ValueError(
-            f"--bind device: {ranks} ranks need a GPU each, and {there} visible on this node. "
+            f"--bind device: {ranks} ranks need a GPU each, and {available} visible on this node. "
             f"HINT: -n {len(gpus)} or --bind core"
         )
     unknown = [gpu.number for gpu in gpus[:ranks] if gpu.card is None]
@@ -161,38 +161,38 @@ def _check_gpus(gpus: Sequence[GPU], ranks: int) -> None:
 def _too_few_cores_message(
     topology: Topology,
     cores: Sequence[Core],
-    used: Sequence[Card],
+    cards: Sequence[Card],
     sockets: Sequence[tuple[Core, ...]],
     each: int | None,
 ) -> str:
     """Return the error message: which GPU has too few cores, and how many cores are possible."""
     granted = format_ranges(sorted(cpu.number for core in cores for cpu in core))
-    for card, pool in zip(used, sockets, strict=True):
-        near = topology.packages(threads_near_card(topology, card))
-        where = f"socket {format_ranges(list(near))}"
-        ranks = [other.name for other, its in zip(used, sockets, strict=True) if its == pool]
+    for card, pool in zip(cards, sockets, strict=True):
+        packages = topology.packages(threads_near_card(topology, card))
+        socket = f"socket {format_ranges(list(packages))}"
+        names = [other.name for other, its in zip(cards, sockets, strict=True) if its == pool]
         if not pool:
             return (
-                f"--bind device: no core of {where}, where the GPU {card.name} is, is granted to "
+                f"--bind device: no core of {socket}, where the GPU {card.name} is, is granted to "
                 f"the job ({granted} are). HINT: --bind core, or ask the scheduler for cores of "
-                f"{where}"
+                f"{socket}"
             )
-        if len(pool) // (each or 1) < len(ranks):
+        if len(pool) // (each or 1) < len(names):
             break
-    need = "a core each" if each is None else counted(len(ranks) * each, "core")
-    asked = "" if each is None else f" with --cpus-per-rank {each}"
-    who = f"{len(ranks)} ranks{asked} need" if len(ranks) > 1 else f"1 rank{asked} needs"
-    gpus = f"the GPUs {', '.join(ranks)} are" if len(ranks) > 1 else f"the GPU {ranks[0]} is"
+    need = "a core each" if each is None else counted(len(names) * each, "core")
+    option = "" if each is None else f" with --cpus-per-rank {each}"
+    ranks_text = f"{len(names)} ranks{option} need" if len(names) > 1 else f"1 rank{option} needs"
+    gpus_text = f"the GPUs {', '.join(names)} are" if len(names) > 1 else f"the GPU {names[0]} is"
     return (
-        f"--bind device: {who} {need} of {where}, where {gpus}, and {len(pool)} are allowed there. "
-        f"HINT: {_possible_options(sockets, each)}"
+        f"--bind device: {ranks_text} {need} of {socket}, where {gpus_text}, and {len(pool)} are "
+        f"allowed there. HINT: {_possible_options(sockets, each)}"
     )
 
 
 def _possible_options(sockets: Sequence[tuple[Core, ...]], each: int | None) -> str:
     fitting = (n for n in range((each or 1) - 1, 0, -1) if _divide_pools(sockets, n) is not None)
-    most = next(fitting, None)
-    return f"--cpus-per-rank {most}" if most is not None else "--bind core, or fewer ranks"
+    limit = next(fitting, None)
+    return f"--cpus-per-rank {limit}" if limit is not None else "--bind core, or fewer ranks"
 
 
 @dataclass(frozen=True)
@@ -281,36 +281,36 @@ def _bind_ranks(
     shares: Sequence[Sequence[Core]],
     cards: Sequence[Card],
     devices: list[GPU],
-    asked: tuple[int | None, int | None, bool | None],
+    options: tuple[int | None, int | None, bool | None],
     notes: list[str],
 ) -> list[RankBinding]:
-    cpus_per_rank, threads, smt = asked
+    cpus_per_rank, threads, smt = options
     masks = [tuple(sorted(cpu.number for core in share for cpu in core)) for share in shares]
     sharers = Counter(masks)
     nics = [card for card in cards if card.kind == "ib"]
     nics = nics or [card for card in cards if card.kind == "net"]
-    found = []
-    for i, (share, mask) in enumerate(zip(shares, masks, strict=True)):
+    bindings = []
+    for rank, (share, mask) in enumerate(zip(shares, masks, strict=True)):
         units = len(mask) if smt else len(share)
-        own = units * cpus_per_rank // len(share) if cpus_per_rank else units // sharers[mask]
+        count = units * cpus_per_rank // len(share) if cpus_per_rank else units // sharers[mask]
         nodes = topology.numa_nodes(mask)
-        device = i if len(shares) <= len(devices) else None
-        here = None if device is None else devices[device].card
-        if here is None:
-            here = Card("", "", nodes[0] if len(nodes) == 1 else None, mask)
-        found.append(
+        device = rank if len(shares) <= len(devices) else None
+        near_card = None if device is None else devices[device].card
+        if near_card is None:
+            near_card = Card("", "", nodes[0] if len(nodes) == 1 else None, mask)
+        bindings.append(
             RankBinding(
                 mask,
                 topology.packages(mask),
                 nodes,
                 device,
-                tuple(nic.name for nic in nearest_cards(here, nics, topology)),
+                tuple(nic.name for nic in nearest_cards(near_card, nics, topology)),
                 _memory(topology, nodes),
-                threads or max(1, own),
+                threads or max(1, count),
                 tuple(notes),
             )
         )
-    return found
+    return bindings
 
 
 def _memory(topology: Topology, nodes: tuple[int, ...]) -> tuple[int, ...]:
@@ -318,15 +318,16 @@ def _memory(topology: Topology, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
     Empty if ``nodes`` are all NUMA nodes that have cores: no memory is nearer than other memory.
     """
-    homes = {node.number: node for node in topology.nodes if node.cpus}
-    if set(nodes) >= set(homes):
+    with_cores = {node.number: node for node in topology.nodes if node.cpus}
+    if set(nodes) >= set(with_cores):
         return ()
-    filled = [number for number, node in homes.items() if node.bytes]
+    with_memory = [number for number, node in with_cores.items() if node.bytes]
     wanted = set()
     for number in nodes:
-        far = homes[number].distances
-        empty = filled and number not in filled
-        wanted.add(min(filled, key=lambda other: far.get(other, 255)) if empty else number)
+        distances = with_cores[number].distances
+        empty = with_memory and number not in with_memory
+        nearest = min(with_memory, key=lambda other: distances.get(other, 255)) if empty else number
+        wanted.add(nearest)
     return tuple(sorted(wanted))
 
 
@@ -338,27 +339,27 @@ def _shared_cores(
         return [host.cores] * ranks
     if bind == "socket":
         host = Group(host.cores, tuple(Group(socket.cores) for socket in host.parts))
-    found = assign_groups(host, ranks, cpus_per_rank or 1)
-    if found is None:
+    groups = assign_groups(host, ranks, cpus_per_rank or 1)
+    if groups is None:
         sizes = [len(part.cores) for part in _smallest(host)]
-        most = max(
+        max_cores = max(
             n for n in range(max(sizes) + 1) if not n or assign_groups(host, ranks, n) is not None
         )
-        what = "socket" if bind == "socket" else "NUMA node"
-        there = f"{len(sizes)} {what}s, of {max(sizes)} allowed cores at most"
+        part_name = "socket" if bind == "socket" else "NUMA node"
+        parts_text = f"{len(sizes)} {part_name}s, of {max(sizes)} allowed cores at most"
         raise ValueError(
             f"--bind {bind}: {counted(ranks, 'rank')} with --cpus-per-rank {cpus_per_rank} "
             f"{'does' if ranks == 1 else 'do'} not fit in this host's "
-            f"{there if len(sizes) > 1 else f'one {what}, of {sizes[0]} allowed cores'}. "
-            f"HINT: --cpus-per-rank {most}"
+            f"{parts_text if len(sizes) > 1 else f'one {part_name}, of {sizes[0]} allowed cores'}. "
+            f"HINT: --cpus-per-rank {max_cores}"
         )
     if bind == "socket":
-        return [group.cores for group in found]
+        return [group.cores for group in groups]
     return [  # a NUMA node may span several sockets if the firmware reports only one node
         [core for core in host.cores if core[0].node == group.cores[0][0].node]
         if group.cores[0][0].node is not None
         else group.cores
-        for group in found
+        for group in groups
     ]
 
 
@@ -382,19 +383,19 @@ def _check(bind: str, ranks: int, cpus_per_rank: int | None, threads: int | None
 
 def _check_cores(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> None:
     verb = "needs" if ranks == 1 else "need"
-    there = f"the job may use {cores}"
-    plain = bind in ("none", "core")  # the other kinds check their room more precisely
-    if plain and cpus_per_rank is not None and ranks * cpus_per_rank > cores:
-        ways = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
-        ways += [f"-n {cores // cpus_per_rank}"] if cores >= cpus_per_rank else []
+    allowed_text = f"the job may use {cores}"
+    is_checked_here = bind in ("none", "core")  # the other kinds check their room more precisely
+    if is_checked_here and cpus_per_rank is not None and ranks * cpus_per_rank > cores:
+        hints = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
+        hints += [f"-n {cores // cpus_per_rank}"] if cores >= cpus_per_rank else []
         raise ValueError(
             f"--bind {bind}: {counted(ranks, 'rank')} with --cpus-per-rank {cpus_per_rank} {verb} "
-            f"{counted(ranks * cpus_per_rank, 'core')}, and {there}. "
-            f"HINT: {' or '.join(ways) or '--bind none without --cpus-per-rank'}"
+            f"{counted(ranks * cpus_per_rank, 'core')}, and {allowed_text}. "
+            f"HINT: {' or '.join(hints) or '--bind none without --cpus-per-rank'}"
         )
     if bind != "none" and ranks > cores:
         raise ValueError(
-            f"--bind {bind}: {ranks} ranks need a core each, and {there}. "
+            f"--bind {bind}: {ranks} ranks need a core each, and {allowed_text}. "
             f"HINT: -n {cores} or --bind none"
         )
 
@@ -409,17 +410,17 @@ def _visible(cards: Sequence[Card], visible: list[int] | None) -> list[GPU]:
 def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool | None) -> list[str]:
     """Return remarks about the hardware threads that the scheduler granted."""
     found = [topology.guessed] if topology.guessed else []
-    strange = sorted(allowed - {cpu.number for cpu in topology.cpus})
-    if strange:
+    unknown = sorted(allowed - {cpu.number for cpu in topology.cpus})
+    if unknown:
         found.append(
-            f"the scheduler grants the hardware threads {format_ranges(strange)}, which this "
+            f"the scheduler grants the hardware threads {format_ranges(unknown)}, which this "
             "node does not have"
         )
     all_threads = Counter(cpu.core for cpu in topology.cpus)
-    half = sum(len(core) < all_threads[core[0].core] for core in cores)
-    if half and smt is not False:
+    partial_cores = sum(len(core) < all_threads[core[0].core] for core in cores)
+    if partial_cores and smt is not False:
         found.append(
-            f"the job may use only some of the hardware threads of {counted(half, 'core')}"
+            f"the job may use only some of the hardware threads of {counted(partial_cores, 'core')}"
         )
     if smt and all(len(core) == 1 for core in cores):
         found.append("the job may use only one hardware thread of each core")
@@ -428,31 +429,35 @@ def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool |
 
 def _performance_cores(cores: list[Core], needed: int) -> tuple[list[Core], list[str]]:
     """Return the cores without the efficiency cores if the others suffice, and notes."""
-    strong = [core for core in cores if not core[0].efficient]
-    weak = len(cores) - len(strong)
-    if not weak or not strong:
+    performance_cores = [core for core in cores if not core[0].efficient]
+    count = len(cores) - len(performance_cores)
+    if not count or not performance_cores:
         return cores, []
-    if len(strong) < needed:
+    if len(performance_cores) < needed:
         return cores, [
-            f"efficiency cores are used too, because the node has only {len(strong)} "
+            f"efficiency cores are used too, because the node has only {len(performance_cores)} "
             "performance cores"
         ]
-    return strong, [f"{counted(weak, 'efficiency core')} {'is' if weak == 1 else 'are'} not used"]
+    return performance_cores, [
+        f"{counted(count, 'efficiency core')} {'is' if count == 1 else 'are'} not used"
+    ]
 
 
 def _free_cores_note(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> list[str]:
     """Return a note about unassigned cores; after an even division, with how to use more."""
-    ranks, each = len(shares), len(shares[0])
-    left = len(cores) - ranks * each
-    if not left:
+    ranks, cores_per_rank = len(shares), len(shares[0])
+    unused = len(cores) - ranks * cores_per_rank
+    if not unused:
         return []
-    more = ""
-    if even and len(cores) // ranks > each:
-        more = (
+    hint = ""
+    if even and len(cores) // ranks > cores_per_rank:
+        hint = (
             f"; --cpus-per-rank {len(cores) // ranks} uses more cores, but divides ranks over "
             "NUMA nodes"
         )
-    return [f"{left} of {counted(len(cores), 'core')} {'are' if left > 1 else 'is'} not used{more}"]
+    return [
+        f"{unused} of {counted(len(cores), 'core')} {'are' if unused > 1 else 'is'} not used{hint}"
+    ]
 
 
 def binding_problems(
@@ -469,21 +474,21 @@ def binding_problems(
     Ranks of a host are numbered from 0. With ``smt=True``, one thread on every hardware thread is
     not reported.
     """
-    said: dict[str, list[int]] = {}
+    ranks_by_problem: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
-        for words in _problems_of_rank(place, topology, allowed, _visible(cards, visible)):
-            said.setdefault(words, []).append(rank)
-    found = [f"{named_ranks(ranks)}: {words}" for words, ranks in said.items()]
-    sharers: dict[tuple[int, ...], list[int]] = {}
+        for problem in _problems_of_rank(place, topology, allowed, _visible(cards, visible)):
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    found = [f"{named_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items()]
+    ranks_by_mask: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(places):
-        sharers.setdefault(tuple(sorted(place.cpus)), []).append(rank)
-    for mask, ranks in sharers.items():
+        ranks_by_mask.setdefault(tuple(sorted(place.cpus)), []).append(rank)
+    for mask, ranks in ranks_by_mask.items():
         cores = topology.cores(mask)
         threads = sum(places[rank].threads for rank in ranks)
         if threads > (len(topology.at(mask)) if smt else len(cores)):
-            what = counted(len(cores), "core")
+            cores_text = counted(len(cores), "core")
             found.append(
-                f"{named_ranks(ranks)}: {counted(threads, 'thread')} on {what} "
+                f"{named_ranks(ranks)}: {counted(threads, 'thread')} on {cores_text} "
                 f"({format_ranges(list(mask))})"
             )
     return found + _overlaps(places, topology)
@@ -494,10 +499,10 @@ def _problems_of_rank(
 ) -> list[str]:
     found = []
     known = {cpu.number for cpu in topology.cpus}
-    strange = set(place.cpus) - known
-    if strange:
+    unknown = set(place.cpus) - known
+    if unknown:
         found.append(
-            f"this node does not have the hardware threads {format_ranges(sorted(strange))}"
+            f"this node does not have the hardware threads {format_ranges(sorted(unknown))}"
         )
     if allowed is not None and set(place.cpus) & known - allowed:
         outside = sorted(set(place.cpus) & known - allowed)
@@ -523,19 +528,19 @@ def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
 
     Ranks that share all their cores are not reported: this is intended.
     """
-    on: dict[int, list[int]] = {}
+    ranks_by_core: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         for core in topology.cores(place.cpus):
-            on.setdefault(core, []).append(rank)
-    meeting: dict[tuple[int, ...], list[int]] = {}
-    for core, ranks in on.items():
+            ranks_by_core.setdefault(core, []).append(rank)
+    cores_by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for core, ranks in ranks_by_core.items():
         if len({tuple(sorted(places[rank].cpus)) for rank in ranks}) > 1:
-            meeting.setdefault(tuple(ranks), []).append(core)
+            cores_by_ranks.setdefault(tuple(ranks), []).append(core)
     found = []
-    for together, cores in meeting.items():
+    for ranks_on, cores in cores_by_ranks.items():
         cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
-        what = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
+        where = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
         found.append(
-            f"{named_ranks(list(together))}: on {what} (hardware threads {format_ranges(cpus)})"
+            f"{named_ranks(list(ranks_on))}: on {where} (hardware threads {format_ranges(cpus)})"
         )
     return found

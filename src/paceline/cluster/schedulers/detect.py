@@ -30,14 +30,15 @@ def _pbs_allocation(environment: Environment) -> Allocation | None:
     job = environment.get("PBS_JOBID")
     if not job or not environment.get("PBS_NODEFILE"):
         return None
-    lines = read_nodefile(environment, "PBS_NODEFILE")
+    slots = read_nodefile(environment, "PBS_NODEFILE")
     # PBS Pro writes one line per host if the job did not request processes (mpiprocs).
-    asked = max(lines.values()) > 1 or "PBS_NP" in environment or environment.get("NCPUS") == "1"
+    has_processes = "PBS_NP" in environment or environment.get("NCPUS") == "1"
+    has_slots = has_processes or max(slots.values()) > 1
     cpus = number(environment, "NCPUS") or number(environment, "PBS_NUM_PPN")
     devices = _torque_devices(environment)
     hosts = [
-        Host(name, count if asked else None, devices.get(name, 0) if devices else None, cpus)
-        for name, count in lines.items()
+        Host(name, count if has_slots else None, devices.get(name, 0) if devices else None, cpus)
+        for name, count in slots.items()
     ]
     return Allocation("PBS", job, tuple(hosts), "palsrun" if _has_pals(environment) else "ssh")
 

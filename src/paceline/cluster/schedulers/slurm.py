@@ -46,17 +46,17 @@ def _left_out_components(environment: Environment, job: str, used: list[str]) ->
     count = number(environment, "SLURM_HET_SIZE") or 1
     if count < 2:
         return ""
-    lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{n}", "") for n in range(count)]
-    every = dict.fromkeys(name for text in lists if text for name in expand_hostlist(text))
-    others = [name for name in every if name not in used]
-    if every and not others:
+    host_lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{n}", "") for n in range(count)]
+    hosts = dict.fromkeys(name for text in host_lists if text for name in expand_hostlist(text))
+    others = [name for name in hosts if name not in used]
+    if hosts and not others:
         return ""
-    named = ",".join(others[:8]) + (",..." if len(others) > 8 else "") if others else "the others"
-    both = ",".join([*used, *others]) if others and len(every) <= 8 else "HOST1,HOST2,..."
+    rest = ",".join(others[:8]) + (",..." if len(others) > 8 else "") if others else "the others"
+    host_names = ",".join([*used, *others]) if others and len(hosts) <= 8 else "HOST1,HOST2,..."
     return (
         f"Slurm job {job} is heterogeneous: of its {count} components, only the nodes of one "
-        f"({','.join(used[:8])}{',...' if len(used) > 8 else ''}) are used, and {named} "
-        f"left out. HINT: -H {both} starts ranks on all of them over ssh, and `srun "
+        f"({','.join(used[:8])}{',...' if len(used) > 8 else ''}) are used, and {rest} "
+        f"left out. HINT: -H {host_names} starts ranks on all of them over ssh, and `srun "
         f"--het-group=0-{count - 1} python SCRIPT` those of a script with paceline.init()"
     )
 
@@ -84,11 +84,11 @@ def _check(environment: Environment, hosts: int) -> None:
     if step(environment) is not None:
         return  # in a step, SLURM_NTASKS is the step's, but SLURM_NTASKS_PER_NODE may be the job's
     tasks = number(environment, "SLURM_NTASKS")
-    most = number(environment, "SLURM_NTASKS_PER_NODE")
-    if tasks is not None and most is not None and tasks > most * hosts:
+    limit = number(environment, "SLURM_NTASKS_PER_NODE")
+    if tasks is not None and limit is not None and tasks > limit * hosts:
         raise ValueError(
-            f"the environment has SLURM_NTASKS={tasks} beside SLURM_NTASKS_PER_NODE={most} on "
-            f"{counted(hosts, 'host')}, which is at most {most * hosts} tasks. "
+            f"the environment has SLURM_NTASKS={tasks} beside SLURM_NTASKS_PER_NODE={limit} on "
+            f"{counted(hosts, 'host')}, which is at most {limit * hosts} tasks. "
             "HINT: unset the one that was set by hand"
         )
 
@@ -122,9 +122,9 @@ def _devices(environment: Environment) -> int | None:
 
     Slurm reports those of this host only; all other hosts are assumed to have as many.
     """
-    here = number(environment, "SLURM_GPUS_ON_NODE")
-    if here is not None:
-        return here
+    on_this_node = number(environment, "SLURM_GPUS_ON_NODE")
+    if on_this_node is not None:
+        return on_this_node
     if environment.get("SLURM_JOB_GPUS"):
         try:
             return len(expand_numbers(environment["SLURM_JOB_GPUS"]))
@@ -132,13 +132,13 @@ def _devices(environment: Environment) -> int | None:
             raise ValueError(
                 f"the environment has SLURM_JOB_GPUS: {mistake}. HINT: write it as in 0-3"
             ) from None
-    asked = environment.get("SLURM_GPUS_PER_NODE")  # "2", "a100:2" or "a100:2,v100:1"
-    if not asked:
+    per_node = environment.get("SLURM_GPUS_PER_NODE")  # "2", "a100:2" or "a100:2,v100:1"
+    if not per_node:
         return None
-    parts = [part.rpartition(":")[2] for part in asked.split(",")]
+    parts = [part.rpartition(":")[2] for part in per_node.split(",")]
     if not all(is_number(part) for part in parts):
         raise ValueError(
-            f"the environment has SLURM_GPUS_PER_NODE={asked!r}, which is not a number of GPUs. "
+            f"the environment has SLURM_GPUS_PER_NODE={per_node!r}, which is not a number of GPUs. "
             "HINT: write it as 2 or a100:2"
         )
     return sum(int(part) for part in parts)

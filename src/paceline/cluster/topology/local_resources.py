@@ -17,13 +17,13 @@ def allowed_threads() -> list[int]:
 
 def numa_domain_count() -> int:
     """Return the number of NUMA domains with a core that this process may run on; at least 1."""
-    mine, found = set(allowed_threads()), 0
+    allowed, count = set(allowed_threads()), 0
     for node in Path("/sys/devices/system/node").glob("node[0-9]*"):
         try:
-            found += bool(mine & set(parse_ranges((node / "cpulist").read_text().strip())))
+            count += bool(allowed & set(parse_ranges((node / "cpulist").read_text().strip())))
         except (OSError, ValueError):
             continue
-    return max(1, found)
+    return max(1, count)
 
 
 def free_memory() -> int:
@@ -53,8 +53,8 @@ def file_system_type(path: Path) -> str:
     for line in lines:
         before, _, after = line.partition(" - ")
         # The kernel writes a space in a path as \040.
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(nearest):  # the last of several mounts covers the others
-            nearest, kind = point, after.split(" ")[0]
+        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(nearest):  # the last of several mounts covers the others
+            nearest, kind = mount, after.split(" ")[0]
     return kind

@@ -53,16 +53,17 @@ def network_links() -> list[Link]:
 def is_local_host(name: str) -> bool:
     """Return whether a host name or address refers to this host."""
     name = name.rpartition("@")[2]
-    own = socket.gethostname()
-    if name in ("localhost", own, own.partition(".")[0]):
+    hostname = socket.gethostname()
+    if name in ("localhost", hostname, hostname.partition(".")[0]):
         return True
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    mine = {link.address for link in network_links()}
+    addresses = {link.address for link in network_links()}
     return any(
-        str(entry[4][0]) in mine or ipaddress.ip_address(entry[4][0]).is_loopback for entry in found
+        address in addresses or ipaddress.ip_address(address).is_loopback
+        for address in (str(entry[4][0]) for entry in entries)
     )
 
 

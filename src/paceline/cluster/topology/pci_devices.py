@@ -70,8 +70,8 @@ def nearest_cards(gpu: Card, nics: Sequence[Card], topology: Topology | None = N
         same_socket = topology is not None and topology.packages(nic.cpus) == sockets != ()
         return _shared(gpu, nic), same_node, same_socket
 
-    most = max((nearness(nic) for nic in nics), default=None)
-    return [nic for nic in nics if nearness(nic) == most]
+    nearest = max((nearness(nic) for nic in nics), default=None)
+    return [nic for nic in nics if nearness(nic) == nearest]
 
 
 def _shared(a: Card, b: Card) -> int:
@@ -113,21 +113,22 @@ def is_reachable(root: Path, bus: str) -> bool:
 def _card(entry: Path, kind: str, name: str) -> list[Card]:
     """Return the card of one sysfs entry in a list; an empty list if it is not a PCI device."""
     try:
-        real = (entry / "device" if (entry / "device").is_dir() else entry).resolve()
+        path = (entry / "device" if (entry / "device").is_dir() else entry).resolve()
     except (OSError, RuntimeError):  # circular symbolic links
         return []
-    roots = [i for i, part in enumerate(real.parts) if ROOT.fullmatch(part)]
-    own = [i for i, part in enumerate(real.parts) if ADDRESS.fullmatch(part)]
-    if not own:
+    roots = [i for i, part in enumerate(path.parts) if ROOT.fullmatch(part)]
+    addresses = [i for i, part in enumerate(path.parts) if ADDRESS.fullmatch(part)]
+    if not addresses:
         return []
-    folder = Path(*real.parts[: own[-1] + 1])
-    start = roots[-1] if roots and roots[-1] < own[-1] else own[0]
+    folder = Path(*path.parts[: addresses[-1] + 1])
+    start = roots[-1] if roots and roots[-1] < addresses[-1] else addresses[0]
     node = read_sysfs_int(folder / "numa_node")
     try:
         cpus = tuple(parse_ranges(read_sysfs(folder / "local_cpulist")))
     except ValueError:
         cpus = ()
-    return [Card(kind, name, None if node == -1 else node, cpus, real.parts[start : own[-1] + 1])]
+    parts = path.parts[start : addresses[-1] + 1]
+    return [Card(kind, name, None if node == -1 else node, cpus, parts)]
 
 
 def _unplugged(entry: Path, kind: str) -> bool:

@@ -100,12 +100,12 @@ def topology(root: Path = Path("/")) -> Topology:
     nodes = _nodes(system / "node", set(online))
     node_of = {cpu: node.number for node in reversed(nodes) for cpu in node.cpus}
     efficient = _efficient(root, online)
-    cpus, silent = [], []
+    cpus, without_core = [], []
     for number in online:
         folder = system / f"cpu/cpu{number}/topology"
         core = _core(folder, number, set(online))
         if core is None:
-            silent.append(number)
+            without_core.append(number)
         package = read_sysfs_int(folder / "physical_package_id")
         cpus.append(
             Cpu(
@@ -117,22 +117,22 @@ def topology(root: Path = Path("/")) -> Topology:
             )
         )
     guessed = ""
-    if silent:
+    if without_core:
         guessed = (
             f"{system / 'cpu'} does not report the cores of the hardware threads "
-            f"{format_ranges(silent)}: Paceline treats each as one core"
+            f"{format_ranges(without_core)}: Paceline treats each as one core"
         )
     return Topology(tuple(cpus), tuple(nodes), guessed)
 
 
 def _guess_topology(folder: Path) -> Topology:
-    mine = tuple(sorted(os.sched_getaffinity(0)))
-    why = "can't be read" if folder.exists() else "does not exist"
+    threads = tuple(sorted(os.sched_getaffinity(0)))
+    reason = "can't be read" if folder.exists() else "does not exist"
     return Topology(
-        tuple(Cpu(number, number, 0, 0) for number in mine),
-        (Node(0, mine, 0, {0: 10}),),
-        f"{folder} {why}, as in some containers: Paceline treats the hardware threads "
-        f"{format_ranges(list(mine))}, which this process may use, as cores of one socket and "
+        tuple(Cpu(number, number, 0, 0) for number in threads),
+        (Node(0, threads, 0, {0: 10}),),
+        f"{folder} {reason}, as in some containers: Paceline treats the hardware threads "
+        f"{format_ranges(list(threads))}, which this process may use, as cores of one socket and "
         "one NUMA node",
     )
 
@@ -146,9 +146,9 @@ def _online(folder: Path) -> list[int]:
     listed = _list(folder / "online")
     found = []
     for cpu in _numbered(folder, "cpu"):
-        own = folder / f"cpu{cpu}"
-        there = listed is None or cpu in listed or (own / "topology").is_dir()
-        if there and read_sysfs_int(own / "online") != 0:
+        cpu_folder = folder / f"cpu{cpu}"
+        is_listed = listed is None or cpu in listed or (cpu_folder / "topology").is_dir()
+        if is_listed and read_sysfs_int(cpu_folder / "online") != 0:
             found.append(cpu)
     return found
 
@@ -164,20 +164,20 @@ def _core(folder: Path, number: int, online: set[int]) -> int | None:
 
 def _nodes(folder: Path, online: set[int]) -> list[Node]:
     numbers = _numbered(folder, "node")
-    found = []
+    nodes = []
     for number in numbers:
-        own = folder / f"node{number}"
-        cpus = (_list(own / "cpulist") or set()) & online
+        node_folder = folder / f"node{number}"
+        cpus = (_list(node_folder / "cpulist") or set()) & online
         memory = 0
-        for line in read_sysfs(own / "meminfo").splitlines():
+        for line in read_sysfs(node_folder / "meminfo").splitlines():
             words = line.split()
             if len(words) > 3 and words[2] == "MemTotal:" and words[3].isdigit():
                 memory = int(words[3]) * 1024
-        far = read_sysfs(own / "distance").split()
-        complete = len(far) == len(numbers) and all(word.isdigit() for word in far)
-        distances = dict(zip(numbers, map(int, far), strict=True)) if complete else {}
-        found.append(Node(number, tuple(sorted(cpus)), memory, distances))
-    return found
+        row = read_sysfs(node_folder / "distance").split()
+        complete = len(row) == len(numbers) and all(word.isdigit() for word in row)
+        distances = dict(zip(numbers, map(int, row), strict=True)) if complete else {}
+        nodes.append(Node(number, tuple(sorted(cpus)), memory, distances))
+    return nodes
 
 
 def _efficient(root: Path, online: list[int]) -> set[int]:
@@ -187,16 +187,17 @@ def _efficient(root: Path, online: list[int]) -> set[int]:
     lower.
     """
     devices = root / "sys/devices"
-    strong = (_list(devices / "cpu_core/cpus") or set()) & set(online)
-    if strong:
+    performance = (_list(devices / "cpu_core/cpus") or set()) & set(online)
+    if performance:
         kinds = ("cpu_atom", "cpu_lowpower")
-        return set().union(*(_list(devices / f"{kind}/cpus") or set() for kind in kinds)) - strong
+        others = set[int]().union(*(_list(devices / f"{kind}/cpus") or set() for kind in kinds))
+        return others - performance
     capacities = {
         cpu: read_sysfs_int(devices / f"system/cpu/cpu{cpu}/cpu_capacity") for cpu in online
     }
     known = {cpu: capacity for cpu, capacity in capacities.items() if capacity is not None}
-    most = max(known.values(), default=0)
-    return {cpu for cpu, capacity in known.items() if capacity < CLEARLY_LOWER * most}
+    largest = max(known.values(), default=0)
+    return {cpu for cpu, capacity in known.items() if capacity < CLEARLY_LOWER * largest}
 
 
 def _numbered(folder: Path, name: str) -> list[int]:

@@ -30,19 +30,19 @@ def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> l
     """
     count = _device_files(root)
     by_bus = environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID") == "PCI_BUS_ID" or count == 1
-    said = environment.get("CUDA_VISIBLE_DEVICES")
-    if said is None:
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
         return list(range(count)) if by_bus else [UNKNOWN] * count
-    if said.startswith(("GPU-", "MIG-")):
-        return _by_name(said, _uuids(root))
-    found = _by_index(said, count or None)
+    if text.startswith(("GPU-", "MIG-")):
+        return _by_name(text, _uuids(root))
+    found = _by_index(text, count or None)
     return found if by_bus else [UNKNOWN] * len(found)
 
 
-def _by_index(said: str, count: int | None) -> list[int]:
+def _by_index(text: str, count: int | None) -> list[int]:
     """Return the indices of a list such as "0,2"; ``count``: number of GPUs, if known."""
     found: list[int] = []
-    for entry in said.split(","):
+    for entry in text.split(","):
         digits = re.match(r"\+?(\d+)", entry.strip(), re.ASCII)  # the rest is ignored, as by CUDA
         if digits is None:
             break
@@ -55,11 +55,11 @@ def _by_index(said: str, count: int | None) -> list[int]:
     return found
 
 
-def _by_name(said: str, uuids: Sequence[str]) -> list[int]:
+def _by_name(text: str, uuids: Sequence[str]) -> list[int]:
     """Return the indices of a list of UUIDs or their beginnings; of MIG devices, of the first."""
-    kind = said[:4]
+    kind = text[:4]
     names: list[str] = []
-    for entry in said.split(","):
+    for entry in text.split(","):
         if entry in names:
             return []
         if not entry.startswith(kind):

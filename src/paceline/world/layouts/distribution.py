@@ -75,18 +75,18 @@ def tensor_bytes(
     """
     parameters = {p for model in models for p in model.parameters().values()}
     of_optimizers = [state for o in optimizers for state in o.state.values()]
-    states = [s for state in of_optimizers if isinstance(state, dict) for s in state.values()]
+    state_values = [s for state in of_optimizers if isinstance(state, dict) for s in state.values()]
     tensors: dict[str, Collection[torch.Tensor]] = {
         "parameters": parameters,
         "buffers": {b for model in models for b in model.module.buffers()},
         "gradients": {p for p in parameters if p.requires_grad},
-        "optimizer_states": [s for s in states if isinstance(s, torch.Tensor)],
+        "optimizer_states": [s for s in state_values if isinstance(s, torch.Tensor)],
     }
     found: dict[str, Any] = {"layout": ", ".join(sorted(set(layouts)))[:MAX_LAYOUTS_CHARS]}
-    found |= {name: _nbytes(of, device.type) for name, of in tensors.items()}
+    found |= {name: _nbytes(group, device.type) for name, group in tensors.items()}
     if device.type != "cpu":
         # a state without dimensions, such as the number of steps, is on the host in any case
-        offloaded = sum(_nbytes([t for t in of if t.dim()], "cpu") for of in tensors.values())
+        offloaded = sum(_nbytes([t for t in group if t.dim()], "cpu") for group in tensors.values())
         found |= {"offloaded": offloaded} if offloaded else {}
     if predicted_peak is not None:
         found["predicted_peak"] = predicted_peak
@@ -167,8 +167,8 @@ class LayoutArguments:
     def request(self, layout: Layout) -> DistributionRequest:
         """Return how the model would be distributed in a layout."""
         merged = self.merged(layout)
-        about = (self.mesh, self.device, self.blocks, self.options)
-        return DistributionRequest(merged, *about, compare=self.compare)
+        common = (self.mesh, self.device, self.blocks, self.options)
+        return DistributionRequest(merged, *common, compare=self.compare)
 
     def check(self, layout: Layout, setup: ModelSetup) -> None:
         """Raise ValueError where the model or an argument does not fit a layout."""
@@ -217,7 +217,7 @@ class MemoryOptions:
 
 
 def resolve_automatic(
-    asked: MemoryOptions,
+    options: MemoryOptions,
     setup: ModelSetup,
     example_inputs: Any,
     ranks: int,
@@ -227,13 +227,14 @@ def resolve_automatic(
     """Return the options with a layout, which has the recomputation. Collective for "auto".
 
     Args:
-        asked: The options of the script.
+        options: The options of the script.
         ranks: Number of ranks over which the model would be sharded.
 
     Raises:
         ValueError: No layout fits, or the memory of the model can't be predicted.
     """
-    layout, recompute, budget, message = asked.layout, asked.recompute, asked.memory_budget, ""
+    layout, recompute, budget = options.layout, options.recompute, options.memory_budget
+    message = ""
     predicted: int | None = None
     if layout is None:
         problems = layout_problems(setup, check)
@@ -297,10 +298,10 @@ def _choose_layout(
 
     limit = budget_bytes(memory_budget, setup.device)
     inputs = ForwardInputs.parse(example_inputs)
-    way = recompute if recompute in ("blocks", "selective") else None
+    traced_recompute = recompute if recompute in ("blocks", "selective") else None
     try:
         return choose_for_all_ranks(
-            lambda: predict_setup(setup, inputs, ranks, way, usable), limit, gather
+            lambda: predict_setup(setup, inputs, ranks, traced_recompute, usable), limit, gather
         )
     except ValueError as error:
         raise ValueError(f"world.distribute: layout='auto': {error}") from None
@@ -470,10 +471,10 @@ class ModelDistribution(SampleParts):
     ) -> Any:
         known, say = arguments.known, self._progress.say_once
         recompute = known.recompute if known is not None else arguments.recompute
-        asked = MemoryOptions(known, recompute, arguments.memory_budget)
+        memory_options = MemoryOptions(known, recompute, arguments.memory_budget)
         ranks = self._sharding_ranks(arguments)
         memory = resolve_automatic(
-            asked, setup, example_inputs, ranks, arguments.check, self._collectives.gather
+            memory_options, setup, example_inputs, ranks, arguments.check, self._collectives.gather
         )
         assert memory.layout is not None
         request = arguments.request(memory.layout)

@@ -207,21 +207,21 @@ def gather_stages(
         ValueError: A rank has a part of a tensor.
     """
     own = {name: t for name, t in model.plain.state_dict().items() if name in whole.shapes}
-    kinds = {
+    own_kinds = {
         name: "" if model.part_of(name) is not None else str(value.dtype).removeprefix("torch.")
         for name, value in own.items()
         if isinstance(value, torch.Tensor)
     }
-    every: list[dict[str, str]] = gather(kinds, dict[str, str])
-    if any("" in of.values() for of in every):
+    kinds_by_rank: list[dict[str, str]] = gather(own_kinds, dict[str, str])
+    if any("" in kinds.values() for kinds in kinds_by_rank):
         raise ValueError(
             "world.export: the layout divides tensors of the model, and no rank has all of one. "
             "HINT: paceline export, with a checkpoint of world.epochs(..., checkpoint=DIR)"
         )
-    rank, found = dist.get_rank(), {}
+    rank, state = dist.get_rank(), {}
     device = next(iter(model.parameters().values())).device
     for name, shape in whole.shapes.items():
-        holder = next((at for at, of in enumerate(every) if name in of), None)
+        holder = next((n for n, kinds in enumerate(kinds_by_rank) if name in kinds), None)
         if holder is None:
             continue  # no tensor
         value = own.get(name)
@@ -231,11 +231,12 @@ def gather_stages(
             assert value is not None
             tensor = value.detach().contiguous().clone()
         else:
-            tensor = torch.empty(shape, dtype=getattr(torch, every[holder][name]), device=device)
+            dtype = getattr(torch, kinds_by_rank[holder][name])
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(tensor, holder)
         if rank == 0:
-            found[name] = tensor.cpu()
-    return found
+            state[name] = tensor.cpu()
+    return state
 
 
 def _export(
@@ -250,9 +251,9 @@ def _export(
     from ...deploy import specification
     from ...deploy.export import BACKENDS, export_model
 
-    given = [inputs] if isinstance(inputs, str | torch.Tensor) else list(inputs)
-    tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    given_specs = [specification.parse_input(x) for x in given if isinstance(x, str)]
+    input_list = [inputs] if isinstance(inputs, str | torch.Tensor) else list(inputs)
+    tensors = [x for x in input_list if isinstance(x, torch.Tensor)]
+    given_specs = [specification.parse_input(x) for x in input_list if isinstance(x, str)]
     if tensors and given_specs:
         raise ValueError(
             "world.export: inputs must be texts or tensors. HINT: 'x: float64[batch,6]'"

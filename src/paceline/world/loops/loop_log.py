@@ -154,8 +154,8 @@ class LoopLog:
 
     def _describe_passes(self, entries: list[Any], kind: str) -> str:
         passes = [entry[1].get(kind, (0, "")) for entry in entries]
-        most, text = max((number, text) for number, text in passes)
-        ranks = [rank for rank, (number, _) in enumerate(passes) if number == most]
+        max_passes, text = max((number, text) for number, text in passes)
+        ranks = [rank for rank, (number, _) in enumerate(passes) if number == max_passes]
         if len(ranks) == len(passes):
             return ""
         effect, way_out = _PASSES[kind]

@@ -312,19 +312,19 @@ class TrainingLoops:
         training = self.training
         if any(model.has_collective_forward for model in training.models):
             loader.give_equal_batches()  # each forward is a collective
-        this = EvaluationPass(f"{loader.name} ({script_line()})")
-        self._open_passes[number] = this
+        evaluation_pass = EvaluationPass(f"{loader.name} ({script_line()})")
+        self._open_passes[number] = evaluation_pass
         training.average_replicas()
         self.log.begin_pass("validation", loader.name)
-        self._evaluations.append(this)
-        training.validation_loop = this.name
-        this.callback(self._record_validation, now())
+        self._evaluations.append(evaluation_pass)
+        training.validation_loop = evaluation_pass.name
+        evaluation_pass.callback(self._record_validation, now())
         try:
-            this.enter_context(evaluation(training.models))
+            evaluation_pass.enter_context(evaluation(training.models))
             for batch, share in self._with_input_time(loader.iterate(0, start)):
-                this.share = training.evaluation_share = share
+                evaluation_pass.share = training.evaluation_share = share
                 yield batch
-                if this not in self._evaluations:
+                if evaluation_pass not in self._evaluations:
                     raise ValueError(
                         f"world.batches: a training loop began inside the validation pass over "
                         f"{loader.name} and ended it. HINT: leave the validation loop before the "
@@ -332,8 +332,8 @@ class TrainingLoops:
                         "world.shard(loader, every_sample_once=True)"
                     )
         finally:
-            self._end_evaluations(this)
-            self._end_pass(number, this)
+            self._end_evaluations(evaluation_pass)
+            self._end_pass(number, evaluation_pass)
 
     def _end_evaluations(self, outermost: "EvaluationPass | None" = None) -> None:
         """End a validation pass and those inside it; default all, which the script has left."""
@@ -513,7 +513,7 @@ class TrainingLoops:
         saved = restore()
         where = f"inside epoch {saved.epoch + 1}" if saved.inside else f"after epoch {saved.epoch}"
         self.progress.say(f"resuming from {folder} ({where}, step {self.recorder.step})")
-        self._saved_schedules = {n: BatchSchedule(of) for n, of in saved.schedules.items()}
+        self._saved_schedules = {n: BatchSchedule(sizes) for n, sizes in saved.schedules.items()}
         self._begun_epochs = saved.epoch + int(saved.inside)
         self.position.batch |= saved.batch
         self.position.schedules |= saved.schedules
