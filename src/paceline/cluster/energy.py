@@ -87,12 +87,12 @@ class Counter:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What the job holds of a node.
+class NodeShare:
+    """The hardware threads and the memory of a node that the job may use.
 
     Attributes:
         threads: Numbers of its hardware threads.
-        packages: For each package, its hardware threads.
+        packages: Hardware threads of each package.
         memory_share: Of the node's memory; None if the job has no limit of its own.
     """
 
@@ -107,16 +107,16 @@ class Held:
         return len(self.threads & whole) / len(whole) if whole else 1.0
 
 
-def find_held(threads: Collection[int] | None = None, root: Path = Path("/")) -> Held:
-    """Return what the job holds.
+def find_node_share(threads: Collection[int] | None = None, root: Path = Path("/")) -> NodeShare:
+    """Return the hardware threads and the memory that the job may use.
 
     threads: Its hardware threads; None: those that this process may use.
     """
     packages: dict[int, frozenset[int]] = {}
     for cpu in topology(root).cpus:
         packages[cpu.package] = packages.get(cpu.package, frozenset()) | {cpu.number}
-    held = frozenset(allowed_threads() if threads is None else threads)
-    return Held(held, packages, _memory_share(root))
+    of_job = frozenset(allowed_threads() if threads is None else threads)
+    return NodeShare(of_job, packages, _memory_share(root))
 
 
 def _memory_share(root: Path) -> float | None:
@@ -135,18 +135,18 @@ def charged_counters(
 
     threads: Its hardware threads; None: those that this process may use.
     """
-    held = find_held(threads, root)
-    charged = [replace(counter, share=_share(counter, held)) for counter in counters]
+    node_share = find_node_share(threads, root)
+    charged = [replace(counter, share=_share(counter, node_share)) for counter in counters]
     return [counter for counter in charged if counter.share > 0]
 
 
-def _share(counter: Counter, held: Held) -> float:
+def _share(counter: Counter, node_share: NodeShare) -> float:
     if counter.by == ALL:
         return 1.0
-    cores = held.share_of(counter.package)
-    if counter.by == CORES or held.memory_share is None or not cores:
+    cores = node_share.share_of(counter.package)
+    if counter.by == CORES or node_share.memory_share is None or not cores:
         return cores
-    return held.memory_share
+    return node_share.memory_share
 
 
 def sysfs_counters(root: Path = Path("/")) -> tuple[list[Counter], list[str]]:

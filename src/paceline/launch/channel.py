@@ -167,7 +167,7 @@ def host_handshake(secret: str) -> Handshake[bytes]:
         The random numbers of both sides, from which ``channel_of_visitor`` makes the keys.
 
     Raises:
-        RefusedError: The visitor does not prove that it knows the secret.
+        HandshakeError: The visitor does not prove that it knows the secret.
     """
     ours = secrets.token_bytes(NONCE_BYTES)
     answer = yield HandshakeStep(send=ours, read=NONCE_BYTES + MAC_BYTES)
@@ -185,7 +185,7 @@ def visitor_handshake(secret: str, host: str) -> Handshake[bytes]:
         As ``host_handshake``.
 
     Raises:
-        RefusedError: The host does not prove that it knows the secret.
+        HandshakeError: The host does not prove that it knows the secret.
     """
     theirs = yield HandshakeStep(read=NONCE_BYTES)
     nonces = theirs + secrets.token_bytes(NONCE_BYTES)

@@ -1,11 +1,11 @@
 """Job folders in node-local memory, and the copying of their records to the user's record folder.
 
-The destination of the records (the *promise*) is stored in the job folder itself, so that any
-remaining process can copy them at the end: the rank server, the launcher after it, or the next
-``paceline run`` on this host. Only this user can access a job folder (``security.folders``), and
-its lock file is the proof that Paceline has created it (``security.removal``). Any other folder of
-that name is left unchanged and reported once, except that of a running job of another version. A
-path that is read from a file is never removed.
+The job folder itself contains the destination of the records, so that any remaining process can
+copy them at the end: the rank server, the launcher after it, or the next ``paceline run`` on this
+host. Only this user can access a job folder (``security.folders``), and its lock file is the proof
+that Paceline has created it (``security.removal``). Any other folder of that name is left unchanged
+and reported once, except that of a running job of another version. Paceline never removes a path
+that it has read from a file.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ MAX_LABEL_BYTES = 16 << 20  # a command line may be long
 # Copy the records of a job folder to the record folder: one record per rank and attempt.
 
 
-def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
+def copy_records(folder: Folder, target: Path, last_begun: int | None) -> None:
     """Copy the records of the last attempt to ``target``, those of earlier attempts to its
     subfolders ``attempt-N``.
 
@@ -61,7 +61,7 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
     Args:
         folder: The job folder.
         target: The record folder.
-        noted: Number of the attempt that began last on this node, or None if unknown.
+        last_begun: Number of the attempt that began last on this node, or None if unknown.
 
     Raises:
         OSError, InvalidFileError: A record can't be read or written.
@@ -91,12 +91,12 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
             continue
         key = (int(record.meta.get("attempt", 0)), record.rank)
         events = _event_count(record)
-        # A process that only started the ranks may have a record under a rank's number. The
-        # record with more events is the rank's.
+        # A process that only started the ranks may have a record with the number of a rank. Then
+        # the record with more events is that of the rank.
         if key not in found or events > found[key][0]:
             found[key] = (events, int(record.meta["size"]), name, data)
     sizes = {size for events, size, _, _ in found.values() if events}
-    last = max([noted or 0, *(attempt for attempt, _ in found)])
+    last = max([last_begun or 0, *(attempt for attempt, _ in found)])
     record_files = {target / f"rank-{rank}.ring" for rank in (0, *(rank for _, rank in found))}
     last = max([last, *map(_attempt, record_files)])
     for (attempt, rank), (events, size, name, data) in found.items():

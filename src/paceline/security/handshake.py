@@ -132,7 +132,7 @@ def run_handshake(connection: socket.socket, handshake: Handshake[T], seconds: f
 
     Raises:
         HandshakeTimeoutError: The handshake was not complete within ``seconds``.
-        OSError, ValueError: Same as for ``Conversation.proceed``.
+        OSError, ValueError: Same as for ``HandshakeRun.proceed``.
     """
     deadline = time.monotonic() + seconds
     connection.setblocking(False)
@@ -153,7 +153,7 @@ class RejectedConnections:
 
     def __init__(self) -> None:
         self.by_address: Counter[str] = Counter()
-        self.elsewhere = 0  # connections from addresses beyond MAX_STRANGER_ADDRESSES
+        self.elsewhere = 0  # connections from addresses beyond MAX_COUNTED_ADDRESSES
 
     def add(self, address: str) -> None:
         """Count one connection."""

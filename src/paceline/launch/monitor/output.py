@@ -31,8 +31,8 @@ ERASE = b"\r\x1b[2K"
 class RankOutput:
     """Reader of the ranks' pipes, which writes their merged output to ``out`` and ``err``.
 
-    A thread reads the pipes. It calls ``heard(rank, message)`` with messages to the launcher, and
-    ``take_line(rank, line)`` with lines of output.
+    A thread reads the pipes. It calls ``take_message(rank, message)`` with messages to the
+    launcher, and ``take_line(rank, line)`` with lines of output.
 
     Attributes:
         tails: The last ``TAIL_LINES`` output lines of each rank.
@@ -43,37 +43,33 @@ class RankOutput:
         ranks: int,
         out: BinaryIO,
         err: BinaryIO,
-        heard: Callable[[int, Any], None],
+        take_message: Callable[[int, Any], None],
         take_line: Callable[[int, str], None] | None = None,
     ) -> None:
         self.tails: dict[int, deque[str]] = {
             rank: deque(maxlen=TAIL_LINES) for rank in range(ranks)
         }
-        self._heard, self._take_line = heard, take_line
+        self._take_message, self._take_line = take_message, take_line
         self._screen = _Screen(out, err)
         self._hold = HOLD_S
         self._streams = {s: _Stream(ranks, s, self._screen) for s in (OUT, ERR)}
         self._status: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = os.pipe()
-        os.set_blocking(self._wake, False)
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._wake_out, self._wake_in = os.pipe()  # readable: the thread shall look again
+        os.set_blocking(self._wake_out, False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
         self._lock = threading.RLock()
         self._ending = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def add(self, rank: int, stream: int, fd: int) -> None:
-        """Read ``fd`` as OUT, ERR or STATUS of a rank."""
-        os.set_blocking(fd, False)
-        with self._lock:
-            self._selector.register(fd, selectors.EVENT_READ, (rank, stream))
-        os.write(self._woken, b"+")
-
     def add_rank(self, rank: int, pipes: tuple[int, int, int]) -> None:
         """Read a rank's stdout, stderr and status pipes."""
-        for stream, fd in zip((OUT, ERR, STATUS), pipes, strict=True):
-            self.add(rank, stream, fd)
+        with self._lock:
+            for stream, fd in zip((OUT, ERR, STATUS), pipes, strict=True):
+                os.set_blocking(fd, False)
+                self._selector.register(fd, selectors.EVENT_READ, (rank, stream))
+        os.write(self._wake_in, b"+")
 
     def say(self, text: str) -> None:
         """Write a message of the launcher to ``err``, after all pending output of the ranks."""
@@ -115,7 +111,7 @@ class RankOutput:
     def close(self) -> None:
         self.drain()
         self._ending = True
-        os.write(self._woken, b".")
+        os.write(self._wake_in, b".")
         self._thread.join(2)
 
     def _run(self) -> None:
@@ -133,7 +129,7 @@ class RankOutput:
             return  # closed after select() returned it
         if key.data is None:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 1024)
+                os.read(self._wake_out, 1024)
         else:
             self._read(int(key.fd), *key.data)
 
@@ -165,7 +161,7 @@ class RankOutput:
             self._status[rank] = rest if len(rest) <= MAX_MESSAGE_BYTES else b""
             for line in lines:
                 with contextlib.suppress(InvalidFileError):  # the script wrote to the pipe
-                    self._hear(rank, message_of(line))
+                    self._handle_message(rank, message_of(line))
             if not data:
                 self._status.pop(rank, None)
             return
@@ -175,11 +171,11 @@ class RankOutput:
             if self._take_line is not None:
                 self._take_line(rank, text)
 
-    def _hear(self, rank: int, message: RankMessage) -> None:
+    def _handle_message(self, rank: int, message: RankMessage) -> None:
         if "say" in message:
             self._streams[ERR].say(rank, for_terminal(message["say"]).encode())
         elif message:
-            self._heard(rank, message)
+            self._take_message(rank, message)
 
 
 class _Screen:

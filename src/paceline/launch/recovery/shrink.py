@@ -16,6 +16,7 @@ from ...record.ring.ring import SIDECAR_SUFFIXES
 from ..monitor.failures import RankStatus
 from ..monitor.live_records import JobSnapshot
 from ..remote.remote_host import RemoteHost
+from ..remote.start_agents import name_hosts
 from .rejoin import LostHostWatcher
 
 END_GRACE_S = 2.0  # for processes on an excluded host
@@ -145,7 +146,7 @@ class RemainingHosts:
                 if (host_index not in self._all_hosts) == is_new
             ]
             if of_kind:
-                texts.append(f"{_names(of_kind)} {_are(len(of_kind))} {word}")
+                texts.append(f"{name_hosts(of_kind)} {_are(len(of_kind))} {word}")
         return ", ".join(texts)
 
     def readmit_returned(self) -> bool:
@@ -174,7 +175,7 @@ class RemainingHosts:
         lost = [host_index for host_index in self._remaining if self._all_hosts[host_index].failure]
         if not lost:
             return False
-        names = _names([self._all_hosts[host_index].name for host_index in lost])
+        names = name_hosts([self._all_hosts[host_index].name for host_index in lost])
         reason = f"{names} {_are(len(lost))} lost"
         left = len(self._ranks_of([index for index in self._remaining if index not in lost]))
         needed = self._hosts_with_ranks_at_start
@@ -295,8 +296,3 @@ def move_earlier_attempts(record: Path, last_attempt: int) -> None:
 
 def _are(number: int) -> str:
     return "is" if number == 1 else "are"
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

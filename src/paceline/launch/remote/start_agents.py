@@ -26,6 +26,7 @@ from .start_commands import LaunchTool
 # for an agent's first message; Python may start slowly from a shared file system
 START_TIMEOUT_S = 120.0
 NOTICE_INTERVAL_S = 10.0  # between two messages about missing hosts
+MAX_NAMED_HOSTS = 8  # in a message
 # Patterns in the output of ssh and the shells behind it, and explanations.
 KNOWN_FAILURES = (
     (
@@ -312,9 +313,8 @@ class AgentConnections:
             while waiting:
                 done, waiting = wait(waiting, NOTICE_INTERVAL_S, FIRST_COMPLETED)
                 if not done and not self._quiet:
-                    names = sorted(calls[call] for call in waiting)
-                    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-                    sys.stderr.write(f"paceline: waiting for {', '.join(names[:8])}{more} ...\n")
+                    names = name_hosts(sorted(calls[call] for call in waiting))
+                    sys.stderr.write(f"paceline: waiting for {names} ...\n")
         except BaseException:  # for example Ctrl-C: do not wait
             self._closing = True
             for started in self._processes:
@@ -396,7 +396,7 @@ class AgentConnections:
             listener.wait(0.2)
             self._check(listener, started)
             now = time.monotonic()
-            missing = ", ".join(self._missing(listener)[:8])
+            missing = name_hosts(self._missing(listener))
             if now - begun > START_TIMEOUT_S:
                 hint = "check that these nodes can reach this one, or use --launcher ssh"
                 if strangers := listener.strangers():
@@ -433,7 +433,7 @@ class AgentConnections:
         if ended and (
             self._excluded_hosts is None or len(ended) == len(self.names) - len(listener.found)
         ):
-            names = ", ".join([self.names[place] for place in sorted(ended)][:8])
+            names = name_hosts([self.names[place] for place in sorted(ended)])
             last_lines = [*started.output_lines()[-8:], *([strangers] if strangers else [])]
             raise ValueError(
                 f"the agent of {names} ended before it connected: " + "\n".join(last_lines)
@@ -511,6 +511,12 @@ def sort_hosts(hosts: list[RemoteHost], names: list[str]) -> list[RemoteHost]:
     for host in hosts:
         host.name = host.hello["name"]
     return hosts
+
+
+def name_hosts(names: list[str]) -> str:
+    """Return names of hosts for a message, abbreviated for many hosts."""
+    more = f" and {len(names) - MAX_NAMED_HOSTS} more" if len(names) > MAX_NAMED_HOSTS else ""
+    return ", ".join(names[:MAX_NAMED_HOSTS]) + more
 
 
 def _short(name: str) -> str:
