@@ -9,10 +9,9 @@ import pytest
 from fake_sysfs import HOSTS, Host, write
 
 from paceline.cluster.binding.binding_plan import RankBinding, binding_problems, plan
-from paceline.cluster.topology.local_resources import parse_ranges
 from paceline.cluster.topology.pci_devices import Card, pci_cards
 from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
-from paceline.plurals import format_ranges
+from paceline.plurals import format_ranges, parse_ranges
 
 # Summit reserves the last core of each socket for the system.
 SUMMIT = "0-83,88-171"

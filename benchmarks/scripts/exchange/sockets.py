@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  the backend
-from paceline.cluster.topology.local_resources import parse_ranges
 from paceline.comm.shared_memory_group import SharedMemoryGroup
+from paceline.plurals import parse_ranges
 
 LEAST, SECONDS = 5, 0.1  # calls a measurement, and about so long
 

@@ -27,6 +27,7 @@ from .recovery.rejoin import JoiningHosts
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
 from .remote.forwarded_env import forwarded_variables
 from .remote.prepare_hosts import (
+    REACHABILITY_TIMEOUT_S,
     LaunchSpec,
     check_hosts,
     label_record_folder,
@@ -40,7 +41,6 @@ from .requeue import requeue
 from .summary import print_summary
 from .target import Target
 
-REACHABILITY_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 600.0  # records are sent, or written to a slow file system
 NOTICE_INTERVAL_S = 10.0
 

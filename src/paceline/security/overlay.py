@@ -40,6 +40,7 @@ CACHES = (".cache", ".triton", ".nv")  # folders of the home folder that scripts
 # File systems inside a covered folder that stay as they are: they hold no files of the user.
 PSEUDO = {"proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "debugfs", "bpf"}
 PREPARE_TIMEOUT_S = 30
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
@@ -144,17 +145,18 @@ def is_covered(folder: str) -> bool:
     """Return whether an overlay of Paceline is mounted at a folder in this process's namespace."""
     kind = ""
     with contextlib.suppress(OSError):
-        for path, _, kind_there in _mount_lines():
+        for path, _, kind_there in mounts():
             if path == folder:  # the last one at a path is on top
                 kind = kind_there
     return kind.startswith(f"overlay {NAME} ")
 
 
-def _mount_lines() -> Iterator[tuple[str, list[str], str]]:
+def mounts() -> Iterator[tuple[str, list[str], str]]:
     """Yield the path of each mount, its options, and its file system with source and options."""
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+    for line in MOUNTS.read_text(errors="surrogateescape").splitlines():
         place, _, kind = line.partition(" - ")
         words = place.split()
+        # the kernel writes a space in a path as \040
         path = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])
         yield path, words[5].split(","), kind
 
@@ -228,7 +230,7 @@ def _cover(folders: Sequence[str], visible: Sequence[str], changes: str) -> None
     """Mount the overlays, and what was mounted inside the folders on top of them."""
     inside = {
         path: "proc" if "ro" in options else kind.split()[0]  # or it can't be written
-        for path, options, kind in _mount_lines()
+        for path, options, kind in mounts()
         if path not in folders and is_inside(path, folders)
     }
     visible_inside = [path for path in visible if is_inside(path, folders)]

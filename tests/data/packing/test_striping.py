@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.cli import app
-from paceline.cluster.topology import local_resources
 from paceline.data.packing import striping
+from paceline.security import overlay
 
 LFS = """#!/bin/sh
 echo "$@" >> {calls}
@@ -37,7 +37,7 @@ def lustre(tmp_path, monkeypatch):
         "22 1 8:1 / / rw - ext4 /dev/sda rw\n"
         f"40 22 0:50 / {point} rw,flock - lustre 10.0.0.1@o2ib:/l rw\n"
     )
-    monkeypatch.setattr(local_resources, "MOUNTS", mounts)
+    monkeypatch.setattr(overlay, "MOUNTS", mounts)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
 
     class Lustre:

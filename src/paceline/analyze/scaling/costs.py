@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...cluster.topology.local_resources import parse_ranges
+from ...plurals import parse_ranges
 from ..figures.compare_runs import BETWEEN_RUNS
 from .derived import relative_error
 from .study_model import RunFigures, SizePoint

@@ -1,12 +1,13 @@
 """The cores and memory of this host that this process may use, and its file systems."""
 
+import contextlib
 import os
-import re
 from pathlib import Path
 
+from ...plurals import parse_ranges
 from ...record.ring.memory_sampler import available_memory, memory_limits
+from ...security.overlay import is_inside, mounts
 
-MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
 
 
@@ -34,27 +35,12 @@ def free_memory() -> int:
     return min([available_memory(), *(limit - used for limit, used in memory_limits())])
 
 
-def parse_ranges(text: str) -> list[int]:
-    """Parse ranges as the kernel writes lists of cores: "0-2,5" as [0, 1, 2, 5]."""
-    found: list[int] = []
-    for part in text.split(",") if text else []:
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
-
-
 def file_system_type(path: Path) -> str:
     """Return the type of the file system of a path as the kernel lists it; "" if unknown."""
     real, nearest, kind = os.path.realpath(path), "", ""
-    try:
-        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        # The kernel writes a space in a path as \040.
-        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(nearest):  # the last of several mounts covers the others
-            nearest, kind = mount, after.split(" ")[0]
+    with contextlib.suppress(OSError):
+        for mount, _, description in mounts():
+            # the last of several mounts covers the others
+            if is_inside(real, (mount,)) and len(mount) >= len(nearest):
+                nearest, kind = mount, description.split(" ")[0]
     return kind

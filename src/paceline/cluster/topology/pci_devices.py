@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from .local_resources import parse_ranges
+from ...plurals import parse_ranges
 from .topology import Topology, read_sysfs, read_sysfs_int
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...plurals import format_ranges
-from .local_resources import parse_ranges
+from ...plurals import format_ranges, parse_ranges
 
 # A core with less than this share of the largest core's capacity is an efficiency core.
 # Performance cores of one kind differ by some percent, because they reach different clock rates.

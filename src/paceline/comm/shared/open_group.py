@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...cluster.topology.local_resources import parse_ranges
 from ...cluster.topology.topology import read_sysfs_int
+from ...plurals import parse_ranges
 from ...record.ring.launcher_messages import notify
 from . import memory
 from .c_kernel import CKernel, library

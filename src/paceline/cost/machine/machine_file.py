@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...cluster.topology.local_resources import parse_ranges
+from ...plurals import parse_ranges
 from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError
 from ...security.outputs import write_output

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...cluster.binding.binding_plan import RankBinding, binding_problems
-from ...cluster.topology.local_resources import allowed_threads, parse_ranges
+from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import pci_cards
 from ...cluster.topology.topology import topology
 from ...cluster.topology.visible_gpus import visible_devices
+from ...plurals import parse_ranges
 from ..layout import Seat
 from ..linux_processes import child_pids
 from ..monitor.progress import ProgressReport

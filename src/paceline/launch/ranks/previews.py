@@ -26,7 +26,6 @@ from ...analyze.rehearsal.facts import (
     MEASURED_STEP,
     REHEARSED_STEPS,
     Failure,
-    HostFacts,
     MemoryFacts,
     RankFacts,
     Rehearsal,
@@ -47,6 +46,7 @@ from ...report.console import PlainConsole
 from ...report.terminal.rehearsal import rehearsal_json, render
 from ...security.files import write_all
 from ...security.schema import parse_json
+from ..layout import make_seats
 
 if TYPE_CHECKING:
     from ...cost.layout_memory import LayoutMemory
@@ -323,8 +323,7 @@ def _be_rank(
 
 
 def _set_environment(rank: int, request: RehearsalRequest) -> None:
-    host, local_rank = _seat(rank, request.hosts)
-    size, local_size = request.ranks, request.hosts[host].ranks
+    size, seat = request.ranks, make_seats([host.ranks for host in request.hosts])[rank]
     for name in _NOT_INHERITED:
         os.environ.pop(name, None)
     numbers = {
@@ -332,9 +331,9 @@ def _set_environment(rank: int, request: RehearsalRequest) -> None:
         "WORLD_SIZE": size,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": host,
+        "LOCAL_RANK": seat.local_rank,
+        "LOCAL_WORLD_SIZE": seat.local_size,
+        "GROUP_RANK": seat.host,
         "GROUP_WORLD_SIZE": sum(given.ranks > 0 for given in request.hosts),
     }
     os.environ.update({name: str(number) for name, number in numbers.items()})
@@ -348,15 +347,6 @@ def _set_environment(rank: int, request: RehearsalRequest) -> None:
         PACELINE_TELLS="launcher",
     )
     os.environ[RANK_VARIABLE] = str(rank)
-
-
-def _seat(rank: int, hosts: list[HostFacts]) -> tuple[int, int]:
-    """Return the number of a rank's host, and its local rank."""
-    for number, host in enumerate(hosts):
-        if rank < host.ranks:
-            return number, rank
-        rank -= host.ranks
-    raise AssertionError("the rank is on no host")
 
 
 def start_showing_memory() -> "MemorySurvey":

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from ...cluster.schedulers.hostfile import Host
 from ...comm.reachable_address import NEIGHBOURS, choose, requested_interface
 from ...security.text import printable
-from ..remote.prepare_hosts import LaunchSpec, check_hosts, start_rank_servers, version_mismatch
+from ..remote.prepare_hosts import (
+    REACHABILITY_TIMEOUT_S,
+    LaunchSpec,
+    check_hosts,
+    start_rank_servers,
+    version_mismatch,
+)
 from ..remote.remote_host import RemoteHost
 from ..remote.start_agents import AgentConnections
 from ..remote.start_commands import LaunchTool
@@ -16,7 +22,6 @@ from ..remote.start_commands import LaunchTool
 # between two attempts; each wait is twice as long as the one before
 FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0
 JOIN_TIMEOUT_S = 5.0  # for the threads to end
-REACHABILITY_TIMEOUT_S = 30.0
 
 
 # Prepare hosts that join a running job: lost ones that return, and new ones.

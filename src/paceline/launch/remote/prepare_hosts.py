@@ -19,6 +19,7 @@ from ..job import Job, variables
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
 
 CHECK_TIMEOUT_S = 60.0
+REACHABILITY_TIMEOUT_S = 30.0  # for hosts to try the addresses of each other
 RANK_SERVER_TIMEOUT_S = 300.0  # all hosts import torch from a shared file system at once
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ...cluster.topology.local_resources import parse_ranges
-from ...plurals import format_ranges, named_ranks
+from ...plurals import format_ranges, named_ranks, parse_ranges
 from ..console import PlainConsole
 from ..numbers import counted
 

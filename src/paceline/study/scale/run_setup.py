@@ -33,10 +33,10 @@ from ...analyze.scaling.study_model import (
     layout_over,
 )
 from ...cluster.energy import EnergyMeter
-from ...cluster.topology.local_resources import allowed_threads, parse_ranges
+from ...cluster.topology.local_resources import allowed_threads
 from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
 from ...knobs.loading import BATCH as BATCH_KNOB
-from ...plurals import counted
+from ...plurals import counted, parse_ranges
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.recorder import clock_id
 from ...record.ring.states import State
