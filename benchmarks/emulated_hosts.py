@@ -10,6 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+import flood  # noqa: F401  for strangers.py
 from common import BIN, SCRIPTS
 
 import bed
@@ -64,10 +65,10 @@ def result_on_hosts(
         *words: Further arguments of the script.
     """
     folder = hosts.new_folder()
-    name = shutil.copy(SCRIPTS / script, folder).name
+    shutil.copy(SCRIPTS / script, folder)
     command = [BIN / "paceline", "run", "--fresh", "-H", where, *link_option(mbit), *options]
-    arguments = [folder / "found.json", *words]
-    hosts.run("host0", *command, name, *arguments, cwd=folder, timeout=1800)
+    arguments = [Path(script).name, folder / "found.json", *words]
+    hosts.run("host0", *command, *arguments, cwd=folder, timeout=1800)
     return dict(json.loads((folder / "found.json").read_text()))
 
 

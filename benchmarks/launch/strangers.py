@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import flood
 from common import (
     BIN,
     console,
@@ -30,10 +29,8 @@ from common import (
     spread,
     target,
 )
-from emulated_hosts import open_hosts, require
+from emulated_hosts import bed, flood, open_hosts, require
 from rich.progress import track
-
-import bed
 
 LIMIT = 1.25
 WAYS = ("alone", "elsewhere", "flooded")
