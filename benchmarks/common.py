@@ -1,4 +1,4 @@
-"""Common code of the benchmarks: options, running a command, statistics, and the JSON output.
+"""Common code of the benchmarks: options, jobs, statistics, tables, and the JSON output.
 
 Every benchmark writes one JSON object:
 
@@ -26,7 +26,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,19 @@ from rich.table import Table
 BENCHMARKS = Path(__file__).parent
 SCRIPTS = BENCHMARKS / "scripts"
 BIN = Path(sysconfig.get_path("scripts"))
+OUT = object()  # in a command of result_of: the file that the command writes
 console = Console()
 
 
 def options(name: str, what: str, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks.
+
+    The parsed arguments also hold ``benchmark``, the name, and ``machine``, for ``finish``.
+    """
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--repeats", type=int, default=repeats, help=f"rounds, default {repeats}")
     parser.add_argument("--json", type=Path, default=BENCHMARKS / "out" / f"{name}.json")
+    parser.set_defaults(benchmark=name, machine=machine())
     return parser
 
 
@@ -56,15 +62,20 @@ def rounds(alternatives: list[Any], repeats: int) -> list[list[Any]]:
     return [alternatives[:: -1 if i % 2 else 1] for i in range(repeats)]
 
 
-def launch(command: list[str], **environment: str) -> tuple[float, float]:
-    """Run a command to its end; return its start and end as values of ``time.monotonic()``."""
+def launch(command: list[Any], **environment: str) -> tuple[float, float]:
+    """Run a command to its end; return its start and end as values of ``time.monotonic()``.
+
+    Raises:
+        SystemExit: The command failed; the text is its output.
+    """
+    words = [str(word) for word in command]
     early: list[int] = []
     with tempfile.TemporaryFile() as output:
         handler = signal.signal(signal.SIGINT, lambda number, _: early.append(number))
         start = time.monotonic()
         # In a new session, so that Ctrl-C reaches the command only once, through this process.
         process = subprocess.Popen(
-            command,
+            words,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -83,8 +94,28 @@ def launch(command: list[str], **environment: str) -> tuple[float, float]:
         if code:
             output.seek(0)
             text = output.read().decode(errors="replace")
-            raise SystemExit(f"{text}\nexit code {code} of: {' '.join(command)}")
+            raise SystemExit(f"{text}\nexit code {code} of: {' '.join(words)}")
     return start, end
+
+
+def on_ranks(ranks: int, script: str, *words: Any, options: Sequence[Any] = ()) -> list[Any]:
+    """Return the command that runs a script of ``benchmarks/scripts`` on ranks of this machine.
+
+    ``options``: further options of ``paceline run``.
+    """
+    return [BIN / "paceline", "run", "-n", ranks, *options, SCRIPTS / script, *words]
+
+
+def result_of(command: list[Any], **environment: str) -> Any:
+    """Run a command, in which OUT stands for a file; return what the command writes there as JSON.
+
+    Raises:
+        SystemExit: The command failed; the text is its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        launch([path if word is OUT else word for word in command], **environment)
+        return json.loads(path.read_text())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -145,6 +176,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median, "q1": q1, "q3": q3, "low": min(values), "high": max(values)}
 
 
+def with_rounds(values: list[float]) -> dict[str, Any]:
+    """Return the values of all rounds, and their statistics, as ``ratio`` does."""
+    return {"rounds": values, **spread(values)}
+
+
 def shown(found: dict[str, float], digits: int = 2, scale: float = 1.0) -> str:
     """Return the median and the quartiles of ``spread`` for a table."""
     median, q1, q3 = (f"{scale * found[key]:.{digits}f}" for key in ("median", "q1", "q3"))
@@ -153,17 +189,21 @@ def shown(found: dict[str, float], digits: int = 2, scale: float = 1.0) -> str:
 
 def ratio(above: list[float], below: list[float]) -> dict[str, Any]:
     """Return the ratios of two alternatives in each round, and their statistics."""
-    values = [a / b for a, b in zip(above, below, strict=True)]
-    return {"rounds": values, **spread(values)}
+    return with_rounds([a / b for a, b in zip(above, below, strict=True)])
 
 
-def cost_table(title: str, heading: str, times: dict[str, str]) -> Table:
-    """Return a table with two columns for each time: of a step, and how much more than the base."""
-    table = Table(heading, title=title)
-    for label in times.values():
-        table.add_column(f"{label}, µs a step", justify="right")
-        table.add_column("more, %", justify="right")
+def new_table(*headings: str, left: int = 1, **options: Any) -> Table:
+    """Return a table: texts in the first columns (how many: ``left``), numbers in the others."""
+    table = Table(**options)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right")
     return table
+
+
+def cost_table(title: str, heading: str, times: dict[str, str], *more: str) -> Table:
+    """Return a table with two columns for each time: of a step, and how much more than the base."""
+    columns = [text for label in times.values() for text in (f"{label}, µs a step", "more, %")]
+    return new_table(heading, *columns, *more, title=title)
 
 
 def cost_cells(name: str, base: str, medians: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
@@ -187,12 +227,18 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def target(
-    claim: str, limit: float, found: dict[str, Any], counted: bool = False
+    claim: str, limit: float, found: dict[str, Any] | list[float], counted: bool = False
 ) -> dict[str, Any]:
-    """Return whether the median of a ratio is within its limit, and whether that is significant.
+    """Return whether the median of the rounds is within its limit, and whether that is significant.
 
-    ``counted``: the value is counted, such as bytes of an allocator, and equal in each round.
+    Args:
+        claim: What is claimed.
+        limit: Largest median with which the claim is met.
+        found: A ratio, or the values of all rounds.
+        counted: The value is counted, such as bytes of an allocator, and equal in each round.
     """
+    if isinstance(found, list):
+        found = with_rounds(found)
     low, high = interval(found["rounds"])
     return {
         "claim": claim,
@@ -222,9 +268,16 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result: Any) -> None:
+def finish(
+    args: argparse.Namespace,
+    measurements: Any,
+    medians: dict[str, Any],
+    ratios: dict[str, Any],
+    targets: list[dict[str, Any]],
+    **more: Any,
+) -> None:
     """Print which targets were met, and write the JSON."""
-    for goal in result["targets"]:
+    for goal in targets:
         word = "[green]met[/]" if goal["met"] else "[bold red]MISSED[/]"
         low, high = goal["interval"]
         console.print(
@@ -233,14 +286,24 @@ def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result:
         )
         if not goal["decided"]:
             console.print("[yellow]  not decided: the rounds differ too much, or are too few[/]")
-    paths = ("json", "python", "runs", "pictures")  # of this machine
+    hidden = ("json", "python", "runs", "pictures", "benchmark", "machine")
     settings = {
         key: value and True if key.endswith("_python") else value  # whether there is one
         for key, value in vars(args).items()
-        if key not in paths
+        if key not in hidden
     }
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    whole = {"benchmark": name, "date": date, "machine": facts, "settings": settings, **result}
+    whole = {
+        "benchmark": args.benchmark,
+        "date": date,
+        "machine": args.machine,
+        "settings": settings,
+        "measurements": measurements,
+        "medians": medians,
+        "ratios": ratios,
+        "targets": targets,
+        **more,
+    }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(whole, indent=1) + "\n")
     console.print(f"{args.json}")

@@ -7,29 +7,27 @@ network with 150 small tensors. The coordination of one operation that ranks rem
 gloo build runs the same steps in the same rounds, and ours take at most 0.7 of its time.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
     BIN,
+    OUT,
     SCRIPTS,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     shown,
     spread,
     target,
 )
-from rich.table import Table
 
 STEP_LIMIT, STEP_EXTRA_S = 1.05, 1e-4
 COORDINATION_LIMIT_US = 50.0
@@ -44,30 +42,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of a block")
     parser.add_argument("--horovod-python", help="interpreter with Horovod's gloo build")
     args = parser.parse_args()
-    facts = machine()
     if args.horovod_python:
         times, waits = beside_horovod(args)
     else:
         times, waits = measure(paceline(args), args, args.repeats)
-    report(args, facts, times, waits)
+    report(args, times, waits)
 
 
-def paceline(args: Any) -> list[str]:
-    return [str(BIN / "paceline"), "run", "-n", str(args.ranks), "--horovod", "ours"]
+def paceline(args: Any) -> list[Any]:
+    return [BIN / "paceline", "run", "-n", args.ranks, "--horovod", "ours"]
 
 
-def horovodrun(args: Any) -> list[str]:
+def horovodrun(args: Any) -> list[Any]:
     runner = [args.horovod_python, "-m", "horovod.runner.launch", "--gloo"]
-    return [*runner, "-np", str(args.ranks), args.horovod_python]
+    return [*runner, "-np", args.ranks, args.horovod_python]
 
 
-def measure(command: list[str], args: Any, count: int, *more: str) -> tuple[Times, list[float]]:
+def measure(command: list[Any], args: Any, count: int, *more: str) -> tuple[Times, list[float]]:
     """Run one job, and return the times of its blocks."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "times.json"
-        words = ["--rounds", str(count), "--steps", str(args.steps), "--out", str(out), *more]
-        launch([*command, str(SCRIPT), *words], OMP_NUM_THREADS="1")
-        found = json.loads(out.read_text())
+    words = ["--rounds", count, "--steps", args.steps, "--out", OUT, *more]
+    found = result_of([*command, SCRIPT, *words], OMP_NUM_THREADS="1")
     return found["steps_s"], found["coordination_s"]
 
 
@@ -89,10 +83,10 @@ def beside_horovod(args: Any) -> tuple[Times, list[float]]:
     return times, waits
 
 
-def report(args: Any, facts: dict[str, Any], times: Times, waits: list[float]) -> None:
-    table = Table(title=f"Seconds a step, {args.repeats} rounds: median (quartiles), in ms")
-    for heading in ("model", *next(iter(times.values())), "of DDP's"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+def report(args: Any, times: Times, waits: list[float]) -> None:
+    headings = ("model", *next(iter(times.values())), "of DDP's")
+    title = f"Seconds a step, {args.repeats} rounds: median (quartiles), in ms"
+    table = new_table(*headings, title=title)
     medians = {m: {k: spread(v) for k, v in kinds.items()} for m, kinds in times.items()}
     ratios: dict[str, Any] = {}
     targets = []
@@ -112,11 +106,10 @@ def report(args: Any, facts: dict[str, Any], times: Times, waits: list[float]) -
             targets.append(target(claim, HOROVOD_LIMIT, ratios[model]["of horovod"]))
     in_us = [one * 1e6 for one in waits]
     claim = "coordination of an operation that ranks remember, in us"
-    targets.append(target(claim, COORDINATION_LIMIT_US, {**spread(in_us), "rounds": in_us}))
+    targets.append(target(claim, COORDINATION_LIMIT_US, in_us))
     console.print(table)
     found = {"steps_s": times, "coordination_s": waits}
-    finish("horovod", args, facts, measurements=found, medians=medians, ratios=ratios,
-           targets=targets)  # fmt: skip
+    finish(args, found, medians, ratios, targets)
 
 
 if __name__ == "__main__":

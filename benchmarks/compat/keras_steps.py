@@ -6,28 +6,25 @@ alternate blocks of steps (scripts/compat/keras_steps.py). The exchange's own sh
 needs TensorFlow: ``make test-frameworks`` makes an environment.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
-    BIN,
-    SCRIPTS,
+    OUT,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
+    on_ranks,
     options,
     ratio,
+    result_of,
     run,
     shown,
     spread,
     target,
 )
-from rich.table import Table
 
 LIMIT = 1.10
 PEERS = {"torch": "ddp", "tensorflow": "mirrored strategy"}
@@ -39,14 +36,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     parser.add_argument("--backends", nargs="+", choices=list(PEERS), default=list(PEERS))
     args = parser.parse_args()
-    facts = machine()
     times = {backend: measure(backend, args) for backend in args.backends}
-    table = Table(title=f"Milliseconds a step, {args.repeats} rounds: median (quartiles)")
-    for heading in ("backend", "horovod", "peer", "of the peer", "exchange alone"):
-        table.add_column(heading, justify="left" if heading == "backend" else "right")
-    ratios, targets = {}, []
+    headings = ("backend", "horovod", "peer", "of the peer", "exchange alone")
+    title = f"Milliseconds a step, {args.repeats} rounds: median (quartiles)"
+    table = new_table(*headings, title=title)
+    medians, ratios, targets = {}, {}, []
     for backend, found in times.items():
         peer = PEERS[backend]
+        medians[backend] = {name: spread(values) for name, values in found.items()}
         ratios[backend] = ratio(found["horovod"], found[peer])
         alone = spread(found["exchange alone"])
         share = alone["median"] / spread(found["horovod"])["median"]
@@ -57,22 +54,18 @@ def main() -> None:
         )  # fmt: skip
         targets.append(target(f"{backend}: a step, of that of {peer}", LIMIT, ratios[backend]))
     console.print(table)
-    finish("keras", args, facts, measurements=times, ratios=ratios, targets=targets)
+    finish(args, times, medians, ratios, targets)
 
 
 def measure(backend: str, args: Any) -> dict[str, list[float]]:
     """Run one job, and return the times of its blocks."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "times.json"
-        words = ["--rounds", str(args.repeats), "--steps", str(args.steps), "--out", str(out)]
-        command = [str(BIN / "paceline"), "run", "-n", str(args.ranks)]
-        launch(
-            [*command, str(SCRIPTS / "compat/keras_steps.py"), *words],
-            OMP_NUM_THREADS="1",
-            KERAS_BACKEND=backend,
-            TF_CPP_MIN_LOG_LEVEL="3",
-        )
-        found: dict[str, list[float]] = json.loads(out.read_text())
+    words = ["--rounds", args.repeats, "--steps", args.steps, "--out", OUT]
+    found: dict[str, list[float]] = result_of(
+        on_ranks(args.ranks, "compat/keras_steps.py", *words),
+        OMP_NUM_THREADS="1",
+        KERAS_BACKEND=backend,
+        TF_CPP_MIN_LOG_LEVEL="3",
+    )
     return found
 
 

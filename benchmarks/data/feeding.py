@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, console, finish, machine, options, run, spread, target
-from rich.table import Table
+from common import BIN, console, finish, new_table, options, run, spread, target, with_rounds
 
 WITHIN = 0.15
 MINE = """
@@ -39,7 +38,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="on the storage that is meant; default: here")
     args = parser.parse_args()
-    facts = machine()
     found: dict[str, list[float]] = {}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in SETS}
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd()) as folder:
@@ -55,7 +53,7 @@ def main() -> None:
                     off = abs(now["samples_s"] / told["measured"][state] - 1)
                     found.setdefault(f"{name}, from {state}", []).append(off)
     args.folder = str(args.folder or "")
-    report(args, facts, found, seen)
+    report(args, found, seen)
 
 
 def made(folder: Path) -> None:
@@ -91,11 +89,9 @@ def checked(folder: Path, words: list[str], ranks: int) -> dict[str, Any]:
     return told
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, list[float]], seen: Any) -> None:
+def report(args: Any, found: dict[str, list[float]], seen: Any) -> None:
     medians = {name: spread(values) for name, values in found.items()}
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "off, %", "worst", "measured/s", "limited by"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = new_table("", "off, %", "worst", "measured/s", "limited by", box=None, pad_edge=False)
     for name, one in medians.items():
         kind, state = name.rsplit(", from ", 1)
         rates = [t for t in seen[kind] if state in t["rates"]]
@@ -104,10 +100,9 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, list[float]], seen
         row = (f"{100 * one['median']:.0f}", f"{100 * one['high']:.0f}", f"{measured:,.0f}")
         table.add_row(name, *row, ", ".join(sorted(limits)))
     console.print(table)
-    ratios = {name: {"rounds": found[name], **one} for name, one in medians.items()}
+    ratios = {name: with_rounds(values) for name, values in found.items()}
     targets = [target(f"{name}: off by", WITHIN, one) for name, one in ratios.items()]
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("feeding", args, facts, **result, seen=seen)
+    finish(args, found, medians, ratios, targets, seen=seen)
 
 
 if __name__ == "__main__":

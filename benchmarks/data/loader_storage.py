@@ -18,8 +18,18 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, machine, options, ratio, rounds, run, spread, target
-from rich.table import Table
+from common import (
+    console,
+    finish,
+    new_table,
+    options,
+    ratio,
+    rounds,
+    run,
+    spread,
+    target,
+    with_rounds,
+)
 
 RATE, FIRST_S = 0.6, 0.3
 CHUNK = 4 << 20
@@ -42,14 +52,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_000_000, help="of the first batch's set")
     parser.add_argument("--folder", type=Path, help="on the storage that is meant; default: here")
     args = parser.parse_args()
-    facts = machine()
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd()) as name:
         folder = Path(name)
         console.print("two sets are packed", highlight=False)
         made(folder, args)
         found = measured(folder, args.repeats)
     args.folder = str(args.folder or "")
-    report(args, facts, found)
+    report(args, found)
 
 
 def made(folder: Path, args: Any) -> None:
@@ -107,14 +116,12 @@ def epoch(folder: Path, shuffle: Any) -> int:
     return sum(x.nbytes for x, _ in Loader(folder, 64, shuffle, num_workers=2))
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, list[float]]) -> None:
+def report(args: Any, found: dict[str, list[float]]) -> None:
     medians = {name: spread(values) for name, values in found.items()}
     plain = found["from start to end"]
     ratios = {name: ratio(plain, found[name]) for name in ("blocks", "all mixed")}
-    ratios["first_s"] = {"rounds": found["first_s"], **medians["first_s"]}
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "MB/s", "", "of start to end"):
-        table.add_column(heading, justify="right" if heading else "left")
+    ratios["first_s"] = with_rounds(found["first_s"])
+    table = new_table("", "MB/s", "", "of start to end", box=None, pad_edge=False)
     for name in ("from start to end", "blocks", "all mixed"):
         one = medians[name]
         part = 1 / ratios[name]["median"] if name in ratios else 1.0
@@ -132,8 +139,7 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, list[float]]) -> N
         target(claim, 1 / RATE, ratios["blocks"]),
         target("first batch of a million, s", FIRST_S, ratios["first_s"]),
     ]
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("loader_storage", args, facts, **result)
+    finish(args, found, medians, ratios, targets)
 
 
 if __name__ == "__main__":

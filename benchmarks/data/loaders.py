@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import SCRIPTS, console, finish, machine, options, ratio, rounds, run, spread, target
+from common import SCRIPTS, console, finish, new_table, options, ratio, rounds, run, spread, target
 from rich.table import Table
 
 ALONE, OWN = "work alone", "paceline"
@@ -32,13 +32,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="of each process, behind the first")
     parser.add_argument("--peers", nargs="*", default=list(PEERS))
     args = parser.parse_args()
-    facts = machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         console.print("two sets are made up", highlight=False)
         made(folder, args.images, args.arrays)
         found = measured(folder, args)
-    report(args, facts, found)
+    report(args, found)
 
 
 def made(folder: Path, images: int, arrays: int) -> None:
@@ -122,7 +121,7 @@ def measured(folder: Path, args: Any) -> dict[str, dict[str, list[dict[str, floa
     return found
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+def report(args: Any, found: dict[str, Any]) -> None:
     medians: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     targets = []
@@ -142,14 +141,12 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
         others = [name for name in ratios[kind] if name not in (ALONE, OWN)]
         targets += [target(f"{kind}: less than {x}", 1.0, ratios[kind][x]) for x in others]
         console.print(shown(kind, medians[kind], ratios[kind]))
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("loaders", args, facts, **result)
+    finish(args, found, medians, ratios, targets)
 
 
 def shown(kind: str, medians: dict[str, Any], ratios: dict[str, Any]) -> Table:
-    table = Table(title=kind, box=None, pad_edge=False, title_justify="left")
-    for heading in ("", "µs of a processor a sample", "", "samples/s", "paceline's part"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "µs of a processor a sample", "", "samples/s", "paceline's part")
+    table = new_table(*headings, title=kind, box=None, pad_edge=False, title_justify="left")
     for name, one in sorted(medians.items(), key=lambda item: item[1]["cpu_s"]["median"]):
         cpu, rate = one["cpu_s"], one["rate"]
         table.add_row(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import SCRIPTS, console, finish, machine, options, ratio, rounds, run, spread, target
+from common import SCRIPTS, console, finish, new_table, options, ratio, rounds, run, spread, target
 from loaders import picture
 from rich.table import Table
 
@@ -44,14 +44,13 @@ def main() -> None:
         "--folder", type=Path, default=Path("/dev/shm"), help="default: memory, not a disk"
     )
     args = parser.parse_args()
-    facts = machine()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         console.print("three sets are made up", highlight=False)
         made(folder, args)
         found = measured(folder, args)
     args.folder = str(args.folder)
-    report(args, facts, found)
+    report(args, found)
 
 
 def made(folder: Path, args: Any) -> None:
@@ -111,7 +110,7 @@ def measured(folder: Path, args: Any) -> dict[str, dict[str, list[dict[str, floa
     return found
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+def report(args: Any, found: dict[str, Any]) -> None:
     medians: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     targets = []
@@ -136,8 +135,7 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
             targets.append(target(claim, 1.0, ratios[kind][OWN][name]))
         count = getattr(args, kind)
         console.print(shown(f"{count:,} {KINDS[kind]}", count, medians[kind], ratios[kind]))
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("packing", args, facts, **result)
+    finish(args, found, medians, ratios, targets)
 
 
 def fastest(peer: str, times: dict[str, list[float]]) -> str:
@@ -147,10 +145,8 @@ def fastest(peer: str, times: dict[str, list[float]]) -> str:
 
 
 def shown(title: str, count: int, medians: dict[str, Any], ratios: dict[str, Any]) -> Table:
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     headings = ("", "s", "", "samples/s", "MB/s", "of plain copy", "paceline's part*")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    table = new_table(*headings, title=title, box=None, pad_edge=False, title_justify="left")
     for name, one in sorted(medians.items(), key=lambda item: item[1]["s"]["median"]):
         took = one["s"]
         table.add_row(

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, console, finish, machine, options, ratio, rounds, run, spread, target
-from rich.table import Table
+from common import BIN, console, finish, new_table, options, ratio, rounds, run, spread, target
 
 THREADS = "threads"
 MINE = """
@@ -50,7 +49,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3000)
     parser.add_argument("--ms", type=float, default=10.0, help="of a sample's function, about")
     args = parser.parse_args()
-    facts = machine()
     ways = {THREADS: [], f"{args.ranks} ranks": ["-n", str(args.ranks)]}
     found: dict[str, dict[str, list[float]]] = {kind: {way: [] for way in ways} for kind in WORK}
     with tempfile.TemporaryDirectory() as name:
@@ -62,7 +60,7 @@ def main() -> None:
             for kind in WORK:
                 for way in turn:
                     found[kind][way].append(packed(folder, kind, ways[way]))
-    report(args, facts, found)
+    report(args, found)
 
 
 def made(folder: Path, args: Any) -> None:
@@ -101,12 +99,12 @@ def bytes_of(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("shard-*.bin")))
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, dict[str, list[float]]]) -> None:
+def report(args: Any, found: dict[str, dict[str, list[float]]]) -> None:
     medians = {kind: {way: spread(x) for way, x in ways.items()} for kind, ways in found.items()}
     ratios: dict[str, Any] = {}
-    table = Table(title=f"{args.samples:,} samples", box=None, pad_edge=False, title_justify="left")
-    for heading in ("", "by", "s: median (quartiles)", "samples/s", "of threads' time"):
-        table.add_column(heading, justify="right" if heading not in ("", "by") else "left")
+    headings = ("", "by", "s: median (quartiles)", "samples/s", "of threads' time")
+    title = f"{args.samples:,} samples"
+    table = new_table(*headings, title=title, box=None, pad_edge=False, title_justify="left")
     for kind, ways in found.items():
         for way, seconds in ways.items():
             of = ratio(seconds, ways[THREADS])
@@ -123,8 +121,7 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, dict[str, list[flo
     claim = f"{HOLDS}: {args.ranks} ranks take at most {LIMIT} of what threads take"
     targets = [target(claim, LIMIT, ratios[HOLDS])]
     console.print(table)
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("packing_ranks", args, facts, **result)
+    finish(args, found, medians, ratios, targets)
 
 
 if __name__ == "__main__":

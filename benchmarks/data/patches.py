@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, ratio, rounds, run, spread
-from common import target as goal
+from common import BIN, SCRIPTS, console, finish, options, ratio, rounds, run, spread, target
 
 EXAMPLES = SCRIPTS.parents[1] / "examples"
 INPUT, FASTER, LOSS = 0.1, 0.5, 1.05
@@ -62,7 +61,6 @@ def main() -> None:
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="of step 5")
     parser.add_argument("--minutes", type=float, default=1.5, help="of diagnose; 0: without")
     args = parser.parse_args()
-    facts = machine()
     where = (args.folder or Path.cwd()).resolve()
     with tempfile.TemporaryDirectory(dir=where) as name, staging(args.memory.resolve()) as stage:
         case = Case(Path(name), Path(stage), args)
@@ -71,7 +69,7 @@ def main() -> None:
         told = case.asked() if args.minutes else {}
         found = case.measured()
     args.folder, args.memory = str(args.folder or ""), str(args.memory)
-    report(args, facts, found, prepared, told)
+    report(args, found, prepared, told)
 
 
 def staging(memory: Path) -> "tempfile.TemporaryDirectory[str]":
@@ -191,7 +189,6 @@ def cold(files: Iterable[Path]) -> None:
 
 def report(
     args: argparse.Namespace,
-    facts: dict[str, Any],
     found: dict[str, list[dict[str, float]]],
     prepared: dict[str, float],
     told: dict[str, Any],
@@ -207,12 +204,11 @@ def report(
     ratios = {name: ratio(seconds[first], each) for name, each in seconds.items()}
     waits = [one["input"] for one in found[last]]
     targets = [
-        goal("5: share of input", INPUT, {"rounds": waits, **spread(waits)}),
-        goal("5: time a sample, of step 2's", FASTER, ratio(seconds[last], seconds[workers])),
-        goal("5: loss, of step 1's", LOSS, ratio(losses[last], losses[first])),
+        target("5: share of input", INPUT, waits),
+        target("5: time a sample, of step 2's", FASTER, ratio(seconds[last], seconds[workers])),
+        target("5: loss, of step 1's", LOSS, ratio(losses[last], losses[first])),
     ]
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("patches", args, facts, **result, prepared=prepared, told=told)
+    finish(args, found, medians, ratios, targets, prepared=prepared, told=told)
 
 
 def table(medians: dict[str, Any]) -> list[str]:

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, machine, options, ratio, rounds, run, spread, target
-from rich.table import Table
+from common import console, finish, new_table, options, ratio, rounds, run, spread, target
 
 MOST = 1.2
 STAGE, CP, FILES = "paceline stage", "cp, the shards", "cp -r, a file a sample"
@@ -38,7 +37,6 @@ def main() -> None:
         "--to", type=Path, nargs="+", help="default: the folder where the set is, and /dev/shm"
     )
     args = parser.parse_args()
-    facts = machine()
     where = args.folder or Path.cwd()
     to = args.to or [where, Path("/dev/shm")]
     with tempfile.TemporaryDirectory(dir=where) as name:
@@ -47,7 +45,7 @@ def main() -> None:
         made(folder, args.megabytes * 1_000_000 // args.samples, args.samples)
         found = measured(folder, to, args.repeats)
     args.folder, args.to = str(args.folder or ""), [str(one) for one in to]
-    report(args, facts, found)
+    report(args, found)
 
 
 def made(folder: Path, each: int, samples: int) -> None:
@@ -126,13 +124,11 @@ def remembered(folder: Path) -> None:
                     pass
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+def report(args: Any, found: dict[str, Any]) -> None:
     medians: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     targets = []
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "s", "", "MB/s", "of cp"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = new_table("", "s", "", "MB/s", "of cp", box=None, pad_edge=False)
     for case, ways in found.items():
         medians[case] = {way: spread(each) for way, each in ways.items()}
         ratios[case] = {way: ratio(each, ways[CP]) for way, each in ways.items()}
@@ -150,8 +146,7 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
                 f"{ratios[case][way]['median']:.2f}",
             )
     console.print(table)
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("staging", args, facts, **result)
+    finish(args, found, medians, ratios, targets)
 
 
 if __name__ == "__main__":

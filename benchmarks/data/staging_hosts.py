@@ -10,7 +10,6 @@ beside it, under "command".
     python benchmarks/data/staging_hosts.py      as root, after make test-packages and with sshfs
 """
 
-import contextlib
 import json
 import shutil
 import sys
@@ -21,13 +20,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, console, finish, machine, options, ratio, rounds, run, spread
-from common import target as judged
-from rich.table import Table
-
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-from bed import Hosts, missing
+from common import BIN, console, finish, new_table, options, ratio, rounds, run, spread, target
+from emulated_hosts import limit_link, open_hosts, require
 
 TOGETHER, ALONE, CP = "paceline stage", "paceline stage, each alone", "cp, each alone"
 WAYS = (TOGETHER, ALONE, CP)
@@ -42,21 +36,17 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--mbit", type=int, default=400, help="of the server's link")
     args = parser.parse_args()
-    needed = [*missing(), *([] if shutil.which("sshfs") else ["sshfs"])]
-    if needed:
-        sys.exit(f"this needs {', '.join(needed)}. HINT: apt-get install, and run as root")
-    facts = machine()
-    with contextlib.closing(Hosts(args.hosts)) as hosts:
+    require([] if shutil.which("sshfs") else ["sshfs"])
+    with open_hosts(args.hosts) as hosts:
         folder = hosts.new_folder() / "set"
         size = made(folder, args.megabytes)
-        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", f"{args.mbit}mbit"]
-        hosts.run("host0", *shape, "burst", "100kb", "latency", "50ms")
-        found = {way: [] for way in WAYS}
+        limit_link(hosts, "host0", args.mbit, "100kb", "50ms")
+        found: dict[str, Any] = {way: [] for way in WAYS}
         for turn, order in enumerate(rounds(list(WAYS), args.repeats)):
             for way in order:
                 found[way].append(measured(hosts, folder, way, size))
             console.print(f"round {turn + 1} of {args.repeats}", highlight=False)
-    report(args, facts, found, size)
+    report(args, found, size)
 
 
 def made(folder: Path, megabytes: int) -> int:
@@ -117,17 +107,15 @@ def sent(hosts: Any) -> int:
     return int(told[0]["stats64"]["tx"]["bytes"])
 
 
-def report(args: Any, facts: Any, found: dict[str, list[dict[str, float]]], size: int) -> None:
+def report(args: Any, found: dict[str, list[dict[str, float]]], size: int) -> None:
     medians = {
         way: {key: spread([one[key] for one in each]) for key in each[0]}
         for way, each in found.items()
     }
     least = size * 8 / (args.mbit * 1e6)
-    table = Table(
-        title=f"{size / 1e6:.0f} MB on {args.hosts} hosts, {args.mbit} Mbit/s: {least:.1f} s"
-    )
-    for heading in ("", "s", "low", "high", "command, s", "crossed, of the set"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    headings = ("", "s", "low", "high", "command, s", "crossed, of the set")
+    title = f"{size / 1e6:.0f} MB on {args.hosts} hosts, {args.mbit} Mbit/s: {least:.1f} s"
+    table = new_table(*headings, title=title)
     for way, told in medians.items():
         s = told["seconds"]
         cells = [f"{s['median']:.1f}", f"{s['low']:.1f}", f"{s['high']:.1f}"]
@@ -142,16 +130,13 @@ def report(args: Any, facts: Any, found: dict[str, list[dict[str, float]]], size
         f"{TOGETHER} / the link": ratio(took[TOGETHER], [least] * len(crossed)),
     }
     claims = [
-        judged("each byte crosses the server's link once", ONCE, ratios["crossed"]),
-        judged(
+        target("each byte crosses the server's link once", ONCE, ratios["crossed"]),
+        target(
             "the time falls as the number of hosts", FALLS / args.hosts,
             ratios[f"{TOGETHER} / {ALONE}"],
         ),
     ]  # fmt: skip
-    finish(
-        "staging_hosts", args, facts,
-        measurements=found, medians=medians, ratios=ratios, targets=claims,
-    )  # fmt: skip
+    finish(args, found, medians, ratios, claims)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, machine, options, ratio, rounds, run, spread, target
+from common import console, finish, options, ratio, rounds, run, spread, target, with_rounds
 from native_programs import (
     build,
     build_aotinductor_program,
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--backends", default=",".join(BACKENDS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts = machine()
     backends = args.backends.split(",")
     batches = [int(one) for one in args.batches.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -60,7 +59,7 @@ def main() -> None:
             for order in rounds(MODELS, args.repeats)
         ]
     args.models = None
-    report(args, facts, exports, measured, batches)
+    report(args, exports, measured, batches)
 
 
 def prepared(folder: Path, backends: list[str]) -> dict[str, Any]:
@@ -146,7 +145,6 @@ def time_eager(name: str, batch: int, seconds: float) -> float:
 
 def report(
     args: Any,
-    facts: dict[str, Any],
     exports: dict[str, Any],
     measured: list[dict[str, Any]],
     batches: list[int],
@@ -174,21 +172,21 @@ def report(
     ratios, targets = compare(times)
     for backend in [one for one in ("builtin", "onnxruntime") if one in loads]:
         for key, limit in (("load_s", LOAD_LIMIT_S), ("load_mib", LOAD_LIMIT_MIB)):
-            found = {"rounds": loads[backend][key], **spread(loads[backend][key])}
+            found = with_rounds(loads[backend][key])
             targets.append(target(f"{backend}: {key} of the MLP", limit, found))
     targets += error_targets(exports)
     finish(
-        *("model_calls", args, facts),
-        measurements={"per_call_s": times, "load": loads, "exports": exports},
-        medians={
+        args,
+        {"per_call_s": times, "load": loads, "exports": exports},
+        {
             name: {
                 batch: {one: spread(found) for one, found in row.items()}
                 for batch, row in of.items()
             }
             for name, of in times.items()
         },
-        ratios=ratios,
-        targets=targets,
+        ratios,
+        targets,
     )
 
 

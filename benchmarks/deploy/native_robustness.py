@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, machine, options, run, target
+from common import console, finish, options, run, target
 from native_programs import build_program, export, run_json
 
 from paceline.deploy.model_file import onnxruntime_library
@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--thread-calls", type=int, default=2000, help="of each thread")
     parser.add_argument("--backends", default="builtin,onnxruntime")
     args = parser.parse_args()
-    facts = machine()
     flips: dict[str, Any] = {}
     calls: dict[str, Any] = {}
     threads: dict[str, Any] = {}
@@ -51,7 +50,7 @@ def main() -> None:
             number = args.calls if backend == "builtin" else args.calls // 10
             with console.status(f"{backend}: {number:,} calls"):
                 calls[backend] = {"calls": number, **run_json(program, "check", file, 1, number, 1)}
-    report(args, facts, flips, calls, threads)
+    report(args, flips, calls, threads)
 
 
 def flip_bits(file: Path, number: int) -> dict[str, int]:
@@ -70,32 +69,22 @@ def flip_bits(file: Path, number: int) -> dict[str, int]:
     return dict(codes)
 
 
-def report(
-    args: Any, facts: dict[str, Any], flips: Any, calls: dict[str, Any], threads: dict[str, Any]
-) -> None:
+def report(args: Any, flips: Any, calls: dict[str, Any], threads: dict[str, Any]) -> None:
     targets = []
     for backend, codes in flips.items():
         missed = sum(n for code, n in codes.items() if code not in NOTICED)
-        targets.append(counted(f"{backend}: unnoticed of {sum(codes.values()):,} flips", 0, missed))
+        targets.append(
+            target(f"{backend}: unnoticed of {sum(codes.values()):,} flips", 0, [missed], True)
+        )
     for backend, one in calls.items():
         claim = f"{backend}: MiB more after {one['calls']:,} calls"
-        targets.append(counted(claim, GROWTH_LIMIT_MIB, one["memory_growth_mib"]))
-        targets.append(counted(f"{backend}: calls with another result", 0, one["different"]))
+        targets.append(target(claim, GROWTH_LIMIT_MIB, [one["memory_growth_mib"]], True))
+        targets.append(target(f"{backend}: calls with another result", 0, [one["different"]], True))
     for name, one in threads.items():
         claim = f"{name}: calls of {THREADS} threads with another result"
-        targets.append(counted(claim, 0, one["different"]))
+        targets.append(target(claim, 0, [one["different"]], True))
     measurements = {"flips": flips, "calls": calls, "threads": threads}
-    finish(
-        *("native_robustness", args, facts),
-        measurements=measurements,
-        medians={},
-        ratios={},
-        targets=targets,
-    )
-
-
-def counted(claim: str, limit: float, value: float) -> dict[str, Any]:
-    return target(claim, limit, {"rounds": [value], "median": value}, counted=True)
+    finish(args, measurements, {}, {}, targets)
 
 
 if __name__ == "__main__":

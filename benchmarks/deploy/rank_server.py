@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, machine, options, ratio, rounds, run, spread
+from common import console, finish, options, ratio, rounds, run, spread
 from native_programs import build_program, export, run_json
 from rich.table import Table
 
@@ -25,7 +25,6 @@ def main() -> None:
     parser.add_argument("--batches", default="1,64")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a measurement, about")
     args = parser.parse_args()
-    facts = machine()
     cases = [
         (name, int(ranks), int(batch))
         for name in MODELS
@@ -53,10 +52,10 @@ def main() -> None:
                     with console.status(f"{case}, {mode}"):
                         one = run_json(program, mode, files[case[0]], *case[1:], number)
                     found[case][mode].append(one["per_call_s"])
-    report(args, facts, found)
+    report(args, found)
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[Any, dict[str, list[float]]]) -> None:
+def report(args: Any, found: dict[Any, dict[str, list[float]]]) -> None:
     table = Table("model", "ranks", "batch of a rank", *MODES, "ratio", title="us of a call")
     named = {
         f"{name}, {ranks} ranks, batch {batch}": of for (name, ranks, batch), of in found.items()
@@ -68,13 +67,11 @@ def report(args: Any, facts: dict[str, Any], found: dict[Any, dict[str, list[flo
         table.add_row(name, str(ranks), str(batch), *times, f"{ours:.2f}")
     console.print(table)
     finish(
-        *("rank_server", args, facts),
-        measurements={"per_call_s": named},
-        medians={
-            key: {mode: spread(times) for mode, times in of.items()} for key, of in named.items()
-        },
-        ratios=ratios,
-        targets=[],
+        args,
+        {"per_call_s": named},
+        {key: {mode: spread(times) for mode, times in of.items()} for key, of in named.items()},
+        ratios,
+        [],
     )
 
 

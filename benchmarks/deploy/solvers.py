@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, console, finish, machine, options, run, target
+from common import BIN, console, finish, options, run, target
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "export"
 # Name: the closure's file, and the size of the solution to which a difference is compared.
@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pictures", type=Path, help="folder for the pictures")
     args = parser.parse_args()
-    facts = machine()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with console.status("training, building"):
@@ -43,7 +42,7 @@ def main() -> None:
         }
     if args.pictures is not None:
         draw(args.pictures, found)
-    report(args, facts, found, trained)
+    report(args, found, trained)
 
 
 def build_all(folder: Path) -> list[str]:
@@ -89,9 +88,7 @@ def split(columns: dict[str, list[float]]) -> tuple[str, str, str]:
     return learned, exact, difference
 
 
-def report(
-    args: Any, facts: dict[str, Any], found: dict[str, dict[str, list[float]]], trained: list[str]
-) -> None:
+def report(args: Any, found: dict[str, dict[str, list[float]]], trained: list[str]) -> None:
     args.pictures = None
     targets = []
     for name, columns in found.items():
@@ -100,21 +97,13 @@ def report(
         for what in (learned, exact):
             lost = max(map(abs, columns[what]))
             claim = f"{name}: largest relative change of {what}"
-            targets.append(
-                target(claim, CONSERVED, {"rounds": [lost], "median": lost}, counted=True)
-            )
+            targets.append(target(claim, CONSERVED, [lost], counted=True))
         drift = max(columns[difference]) / size
         claim = f"{name}: largest difference to the exact closure, of {size:g}"
-        targets.append(target(claim, DRIFT, {"rounds": [drift], "median": drift}, counted=True))
+        targets.append(target(claim, DRIFT, [drift], counted=True))
         both = " and ".join(f"{us:.1f}" for us in columns["step_us"])
         console.print(f"{name}: a step takes {both} us, with the learned and the exact closure")
-    finish(
-        *("solvers", args, facts),
-        measurements={"trained": trained, **found},
-        medians={},
-        ratios={},
-        targets=targets,
-    )
+    finish(args, {"trained": trained, **found}, {}, {}, targets)
 
 
 def draw(folder: Path, found: dict[str, dict[str, list[float]]]) -> None:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, ratio, run, spread
-from rich.table import Table
+from common import BIN, SCRIPTS, console, finish, new_table, options, ratio, run, spread
 
 ALL = "all of it"
 WAYS: dict[str, dict[str, Any]] = {
@@ -38,7 +37,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--picture", help="of the losses, as PNG (needs Chromium)")
     args = parser.parse_args()
-    facts = machine()
     curves: dict[str, list[list[dict[str, float]]]] = {way: [] for way in WAYS}
     sent: dict[str, float] = {}
     for seed in range(args.repeats):
@@ -46,7 +44,7 @@ def main() -> None:
             losses, sent[way] = trained(way, seed, args.epochs)
             curves[way].append(losses)
         console.print(f"seed {seed + 1} of {args.repeats}", highlight=False)
-    report(args, facts, curves, sent)
+    report(args, curves, sent)
 
 
 def trained(way: str, seed: int, epochs: int) -> tuple[list[dict[str, float]], float]:
@@ -73,10 +71,9 @@ def output(command: list[Any]) -> str:
     return done.stdout
 
 
-def report(args: Any, facts: Any, curves: dict[str, Any], sent: dict[str, float]) -> None:
-    table = Table(title=f"digits after {args.epochs} epochs, {args.repeats} seeds")
-    for heading in ("", "kB a step", "held-out loss", "low", "high", "accuracy"):
-        table.add_column(heading, justify="right" if heading else "left")
+def report(args: Any, curves: dict[str, Any], sent: dict[str, float]) -> None:
+    headings = ("", "kB a step", "held-out loss", "low", "high", "accuracy")
+    table = new_table(*headings, title=f"digits after {args.epochs} epochs, {args.repeats} seeds")
     last = {way: [each[-1]["loss"] for each in runs] for way, runs in curves.items()}
     medians = {}
     for way, runs in curves.items():
@@ -95,10 +92,7 @@ def report(args: Any, facts: Any, curves: dict[str, Any], sent: dict[str, float]
     console.print(table)
     if args.picture:
         drawn(medians, Path(args.picture))
-    finish(
-        "compression", args, facts, measurements=curves, medians=medians, targets=[],
-        ratios={way: ratio(last[way], last[ALL]) for way in WAYS},
-    )  # fmt: skip
+    finish(args, curves, medians, {way: ratio(last[way], last[ALL]) for way in WAYS}, [])
 
 
 def drawn(medians: dict[str, Any], path: Path) -> None:

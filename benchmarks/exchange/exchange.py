@@ -17,13 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
     BENCHMARKS,
     BIN,
-    SCRIPTS,
+    OUT,
     console,
     finish,
     launch,
-    machine,
+    new_table,
+    on_ranks,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     spread,
@@ -44,7 +46,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="of each round of the training")
     parser.add_argument("--runs", type=int, default=7, help="of each example, over each")
     args = parser.parse_args()
-    facts = machine()
     os.environ["OMP_NUM_THREADS"] = "1"
     sizes = {str(n): [by_size(n) for _ in range(args.rounds)] for n in args.ranks}
     training = trained(args)
@@ -52,8 +53,8 @@ def main() -> None:
     targets = [*of_sizes(sizes), *of_training(training), *of_examples(examples)]
     console.print(shown(training))
     console.print(shown_examples(examples))
-    found = {"sizes": sizes, "training": training, "examples": examples, "targets": targets}
-    finish("exchange", args, facts, **found)
+    found = {"sizes": sizes, "training": training, "examples": examples}
+    finish(args, found, {}, {}, targets)
 
 
 def by_size(count: int) -> dict[str, Any]:
@@ -66,12 +67,8 @@ def by_size(count: int) -> dict[str, Any]:
 
 def trained(args: Any) -> dict[str, dict[str, list[tuple[float, float]]]]:
     console.print("three models")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        script = str(SCRIPTS / "exchange/exchange_training.py")
-        words = [str(BIN / "paceline"), "run", "-n", "2", script]
-        launch([*words, str(path), str(args.repeats), str(args.steps)])
-        return dict(json.loads(path.read_text()))
+    script = "exchange/exchange_training.py"
+    return dict(result_of(on_ranks(2, script, OUT, args.repeats, args.steps)))
 
 
 def trained_over(name: str, runs: int) -> dict[str, list[float]]:
@@ -140,7 +137,7 @@ def of_training(training: dict[str, dict[str, list[tuple[float, float]]]]) -> li
         least = 0.0 if name == "ResNet-50" else 0.1
         less = [b - a + least for a, b in zip(own, gloo, strict=True)]
         claim = f"{name}: the model's own share is {least:g} above that over gloo with views"
-        goals.append(target(claim, 0.0, {"rounds": less, **spread(less)}))
+        goals.append(target(claim, 0.0, less))
     return goals
 
 
@@ -152,9 +149,9 @@ def of_examples(examples: dict[str, dict[str, list[float]]]) -> list[dict[str, A
 
 
 def shown_examples(examples: dict[str, dict[str, list[float]]]) -> Table:
-    table = Table(title="Samples/s of the examples, 2 ranks")
-    for heading in ("", "gloo", "paceline", "times as fast"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = new_table(
+        "", "gloo", "paceline", "times as fast", title="Samples/s of the examples, 2 ranks"
+    )
     for name, found in examples.items():
         each = (f"{spread(found[way])['median']:,.0f}" for way in (GLOO, OWN))
         faster = ratio(found[OWN], found[GLOO])
@@ -165,10 +162,8 @@ def shown_examples(examples: dict[str, dict[str, list[float]]]) -> Table:
 
 
 def shown(training: dict[str, dict[str, list[tuple[float, float]]]]) -> Table:
-    table = Table(title="Share of a step's processor time that is the model's own, 2 ranks")
-    table.add_column("model")
-    for way in TRAINING[1:]:
-        table.add_column(way, justify="right")
+    title = "Share of a step's processor time that is the model's own, 2 ranks"
+    table = new_table("model", *TRAINING[1:], title=title)
     for name, times in training.items():
         found = [spread(shares(times, way)) for way in TRAINING[1:]]
         cells = (f"{one['median']:.2f} ({one['q1']:.2f}-{one['q3']:.2f})" for one in found)

@@ -8,21 +8,14 @@ one job, gloo and Paceline in turns; a figure is that of the slowest rank.
     python benchmarks/exchange/exchange_hosts.py      as root, after make test-packages
 """
 
-import contextlib
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, SCRIPTS, console, finish, machine, options, ratio, run, spread
-from common import target as judged
+from common import console, finish, new_table, options, ratio, run, spread, target
+from emulated_hosts import CONGESTION, limit_links, open_hosts, result_on_hosts
 from rich.table import Table
-
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-from bed import Hosts, missing
 
 KIB, MIB = 1 << 10, 1 << 20
 GLOO, OWN = "gloo", "paceline"
@@ -32,7 +25,6 @@ LAYOUTS = {  # hosts, options of the ranks' script
     "4 hosts x 2, blocks": (4, ()),
     "4 hosts x 2, round-robin": (4, ("--cyclic",)),
 }
-CONGESTION = "net.ipv4.tcp_congestion_control"
 BLOCKS, CYCLIC = 1.4, 2.7
 SMALL, LINE, HIDDEN = 3.0, 0.9, 0.7
 
@@ -45,46 +37,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48, help="of 1 MiB, of the overlap's model")
     parser.add_argument("--sizes", type=int, nargs="+", default=sizes)
     args = parser.parse_args()
-    if missing():
-        sys.exit(f"this needs {', '.join(missing())}. HINT: make test-packages, and run as root")
-    facts, found = machine(), {}
-    with contextlib.closing(Hosts(4)) as hosts:
-        narrowed(hosts, args.mbit)
+    found: dict[str, Any] = {}
+    with open_hosts(4) as hosts:
+
+        def measure(where: str, mbit: int, *words: Any) -> dict[str, Any]:
+            script = "exchange/exchange_hosts.py"
+            return result_on_hosts(hosts, where, mbit, script, [], "--rounds", args.repeats, *words)
+
+        limit_links(hosts, args.mbit)
         args.congestion = hosts.run("host1", "sysctl", "-n", CONGESTION).stdout.strip()
         for name, (count, words) in LAYOUTS.items():
             console.print(name, highlight=False)
             where = ",".join(f"host{at + 1}:2" for at in range(count))
-            found[name] = job(hosts, where, args, args.mbit, "--sizes", *args.sizes, *words)
-        narrowed(hosts, args.overlap_mbit)
+            found[name] = measure(where, args.mbit, "--sizes", *args.sizes, *words)
+        limit_links(hosts, args.overlap_mbit)
         console.print("overlap", highlight=False)
         more = ("--overlap", "--layers", args.layers)
-        hidden = job(hosts, "host1:1,host2:1", args, args.overlap_mbit, *more)["overlap"]
-    report(args, facts, found, hidden)
+        hidden = measure("host1:1,host2:1", args.overlap_mbit, *more)["overlap"]
+    report(args, found, hidden)
 
 
-def narrowed(hosts: Any, mbit: int) -> None:
-    """And with a congestion control that goes by losses, as clusters have it: BBR, where a machine
-    has that, halts for a fifth of a second every ten to see how long the way is."""
-    for name in hosts.names[1:]:
-        wanted = ["sysctl", "-q", "-w", f"{CONGESTION}=cubic"]
-        if hosts.run(name, *wanted, check=False).returncode:  # only what every user may choose
-            hosts.run(name, "sysctl", "-q", "-w", f"{CONGESTION}=reno")
-        hosts.run(name, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
-        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit"]
-        hosts.run(name, *shape, "burst", "128kb", "latency", "100ms")
-
-
-def job(hosts: Any, where: str, args: Any, mbit: int, *words: Any) -> dict[str, Any]:
-    folder = hosts.new_folder()
-    shutil.copy(SCRIPTS / "exchange/exchange_hosts.py", folder)
-    told = ["--env", f"PACELINE_LINK_MBIT={mbit}"]  # the interfaces don't know of tc
-    command = [BIN / "paceline", "run", "--fresh", "-H", where, *told, "exchange_hosts.py"]
-    more = [folder / "found.json", "--rounds", args.repeats, *words]
-    hosts.run("host0", *command, *more, cwd=folder, timeout=1800)
-    return dict(json.loads((folder / "found.json").read_text()))
-
-
-def report(args: Any, facts: Any, found: dict[str, Any], hidden: dict[str, list[float]]) -> None:
+def report(args: Any, found: dict[str, Any], hidden: dict[str, list[float]]) -> None:
     ratios = {
         name: {size: ratio(each[GLOO], each[OWN]) for size, each in sizes.items()}
         for name, sizes in found.items()
@@ -97,9 +70,8 @@ def report(args: Any, facts: Any, found: dict[str, Any], hidden: dict[str, list[
     } | {"overlap": {way: median(each) for way, each in hidden.items()}}
     line = args.mbit * 1e6 / 8
     for name, sizes in found.items():
-        table = Table(title=f"all-reduce, {name}, {args.mbit} Mbit/s")
-        for heading in ("bytes", "gloo, ms", "paceline, ms", "times as fast", "low", "high"):
-            table.add_column(heading, justify="right")
+        headings = ("bytes", "gloo, ms", "paceline, ms", "times as fast", "low", "high")
+        table = new_table(*headings, title=f"all-reduce, {name}, {args.mbit} Mbit/s")
         for size, each in sizes.items():
             ms = [f"{1e3 * spread(each[way])['median']:.2f}" for way in (GLOO, OWN)]
             said = ratios[name][size]
@@ -119,25 +91,21 @@ def report(args: Any, facts: Any, found: dict[str, Any], hidden: dict[str, list[
         return ratio(found[name][size][OWN], found[name][size][GLOO])
 
     claims = [
-        judged("ranks in blocks, of gloo's time", 1 / BLOCKS, of_gloo(two, large)),
-        judged("ranks round-robin, of gloo's time", 1 / CYCLIC, of_gloo(other, large)),
-        judged("64 KiB, of gloo's time", 1 / SMALL, of_gloo(two, small)),
-        judged("of what the line takes", 1 / LINE, ratio(took, [int(large) / line] * len(took))),
-        judged(f"not hidden, {best} MiB", 1 - HIDDEN, ratio(shown, [1.0] * len(shown))),
+        target("ranks in blocks, of gloo's time", 1 / BLOCKS, of_gloo(two, large)),
+        target("ranks round-robin, of gloo's time", 1 / CYCLIC, of_gloo(other, large)),
+        target("64 KiB, of gloo's time", 1 / SMALL, of_gloo(two, small)),
+        target("of what the line takes", 1 / LINE, ratio(took, [int(large) / line] * len(took))),
+        target(f"not hidden, {best} MiB", 1 - HIDDEN, ratio(shown, [1.0] * len(shown))),
     ]
-    finish(
-        "exchange_hosts", args, facts,
-        measurements={**found, "overlap": hidden}, medians=medians, ratios=ratios, targets=claims,
-    )  # fmt: skip
+    finish(args, {**found, "overlap": hidden}, medians, ratios, claims)
 
 
 def overlapped(args: Any, hidden: dict[str, list[float]]) -> Table:
     back, out = (1e3 * median(hidden[key]) for key in ("backward_s", "exchange_s"))
     title = f"hidden of DDP's exchange, {args.overlap_mbit} Mbit/s: backward {back:.0f} ms"
     most = 100 * (1 - median(hidden["busy"]))  # a rank has a core, and it computes the backward
-    table = Table(title=f"{title}, exchange {out:.0f} ms; {most:.0f} % can be")
-    for heading in ("over, MiB of buckets", "%", "low", "high"):
-        table.add_column(heading, justify="left" if heading[0] == "o" else "right")
+    headings = ("over, MiB of buckets", "%", "low", "high")
+    table = new_table(*headings, title=f"{title}, exchange {out:.0f} ms; {most:.0f} % can be")
     for way, each in hidden.items():
         if way.partition(" ")[0] in (GLOO, OWN):
             told = spread(each)

@@ -6,18 +6,25 @@ all-reduce of 16 MiB takes no longer by sockets.
     python benchmarks/exchange/sockets.py [--ranks 4 8]
 """
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, ratio, run, spread
-from common import target as judged
-from rich.table import Table
+from common import (
+    OUT,
+    console,
+    finish,
+    new_table,
+    on_ranks,
+    options,
+    ratio,
+    result_of,
+    run,
+    spread,
+    target,
+)
 
 from paceline.cluster.topology.topology import topology
 from paceline.comm.shared.open_group import SOCKET_VARIABLE
@@ -32,13 +39,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
     args = parser.parse_args()
-    facts, (lists, real) = machine(), sockets()
+    lists, real = sockets()
     args.sockets = lists
     found = {}
     for ranks in args.ranks:
         for name, each in measured(ranks, lists, args.repeats, args.sizes).items():
             found[f"{ranks} ranks, {name}"] = each
-    report(args, facts, found, real)
+    report(args, found, real)
 
 
 def sockets() -> tuple[list[str], bool]:
@@ -57,25 +64,16 @@ def sockets() -> tuple[list[str], bool]:
 
 
 def measured(ranks: int, lists: list[str], repeats: int, sizes: list[int]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        command = [BIN / "paceline", "run", "-n", ranks, "--bind", "none"]
-        command += [SCRIPTS / "exchange/sockets.py", out, "--rounds", repeats, "--sizes", *sizes]
-        environment = {**os.environ, SOCKET_VARIABLE: " ".join(lists)}
-        done = subprocess.run(
-            list(map(str, command)), env=environment, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise SystemExit(done.stdout + done.stderr)
-        return json.loads(out.read_text())
+    words = [OUT, "--rounds", repeats, "--sizes", *sizes]
+    command = on_ranks(ranks, "exchange/sockets.py", *words, options=["--bind", "none"])
+    return result_of(command, **{SOCKET_VARIABLE: " ".join(lists)})
 
 
-def report(args: Any, facts: Any, found: dict[str, list[float]], real: bool) -> None:
+def report(args: Any, found: dict[str, list[float]], real: bool) -> None:
     medians = {name: spread(each) for name, each in found.items()}
     what = "sockets" if real else "cores of one socket that stand for two"
-    table = Table(title=f"All-reduce by sockets ({what}: {', '.join(args.sockets)})")
-    for heading in ("", "ms at once", "ms by sockets", "times as long"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "ms at once", "ms by sockets", "times as long")
+    table = new_table(*headings, title=f"All-reduce by sockets ({what}: {', '.join(args.sockets)})")
     ratios, claims = {}, []
     for ranks in args.ranks:
         for size in args.sizes:
@@ -86,12 +84,9 @@ def report(args: Any, facts: Any, found: dict[str, list[float]], real: bool) -> 
             low, high = (ratios[name][key] for key in ("q1", "q3"))
             table.add_row(name, *cells, f"{ratios[name]['median']:.2f} ({low:.2f} to {high:.2f})")
             if real and size == JUDGED:
-                claims.append(judged(f"{name}: by sockets, of at once", 1.0, ratios[name]))
+                claims.append(target(f"{name}: by sockets, of at once", 1.0, ratios[name]))
     console.print(table)
-    finish(
-        "sockets", args, facts,
-        measurements=found, medians=medians, ratios=ratios, targets=claims,
-    )  # fmt: skip
+    finish(args, found, medians, ratios, claims)
 
 
 if __name__ == "__main__":

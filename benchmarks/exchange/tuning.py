@@ -7,7 +7,6 @@ Two hosts of two ranks, Linux namespaces of this machine (tests/bed), their link
     python benchmarks/exchange/tuning.py      as root, after make test-packages
 """
 
-import contextlib
 import json
 import re
 import shutil
@@ -17,14 +16,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, SCRIPTS, console, finish, machine, options, ratio, run, spread
-from common import target as judged
-from exchange_hosts import narrowed
-from rich.table import Table
-
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-from bed import Hosts, missing
+from common import BIN, SCRIPTS, console, finish, new_table, options, ratio, run, spread, target
+from emulated_hosts import limit_links, link_option, open_hosts
 
 MODELS = ("small layers", "large layers", "convolutions")
 NEAR, STEPS, SAME = 1.05, 0.1, 1.03
@@ -37,16 +30,14 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=20, help="steps of a setting of the sweep")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parser.parse_args()
-    if missing():
-        sys.exit(f"this needs {', '.join(missing())}. HINT: make test-packages, and run as root")
-    facts, found = machine(), {}
-    with contextlib.closing(Hosts(2)) as hosts:
+    found: dict[str, Any] = {}
+    with open_hosts(2) as hosts:
         for mbit in args.mbit:
-            narrowed(hosts, mbit)
+            limit_links(hosts, mbit)
             for model in args.models:
                 console.print(f"{model}, {mbit} Mbit/s", highlight=False)
                 found[f"{model}, {mbit} Mbit/s"] = case(hosts, model, mbit, args)
-    report(args, facts, found)
+    report(args, found)
 
 
 def case(hosts: Any, model: str, mbit: int, args: Any) -> dict[str, Any]:
@@ -54,7 +45,7 @@ def case(hosts: Any, model: str, mbit: int, args: Any) -> dict[str, Any]:
     shutil.copy(SCRIPTS / "exchange/tuning.py", folder)
     # A sweep takes longer than a script may that nobody sees from inside.
     start = [BIN / "paceline", "run", "--fresh", "-H", HOSTS, "--hang-timeout", 0]
-    start += ["--env", f"PACELINE_LINK_MBIT={mbit}"]  # the interfaces don't know of tc
+    start += link_option(mbit)
     script = ["tuning.py", folder / "found.json", model]
     tune = [*start, "--tune-exchange", "tuned.toml", *script, "--steps", 110]
     told = hosts.run("host0", *tune, cwd=folder, timeout=1800).stderr
@@ -69,10 +60,9 @@ def case(hosts: Any, model: str, mbit: int, args: Any) -> dict[str, Any]:
     return found | {"tuner_steps": int(steps[1].replace(",", "")), "kept": kept}
 
 
-def report(args: Any, facts: Any, found: dict[str, Any]) -> None:
-    table = Table(title="milliseconds a step")
-    for heading in ("", "default", "best of the sweep", "tuned", "of the best", "of its steps"):
-        table.add_column(heading, justify="right" if heading else "left")
+def report(args: Any, found: dict[str, Any]) -> None:
+    headings = ("", "default", "best of the sweep", "tuned", "of the best", "of its steps")
+    table = new_table(*headings, title="milliseconds a step")
     medians, ratios, claims = {}, {}, []
     for name, one in found.items():
         seconds = one["seconds"]
@@ -85,15 +75,12 @@ def report(args: Any, facts: Any, found: dict[str, Any]) -> None:
         cells = [f"{of_best['median']:.2f}", f"{100 * share:.0f} %"]
         table.add_row(name, *ms, *cells)
         claims += [
-            judged(f"{name}: of the best", NEAR, of_best),
-            judged(f"{name}: of the default", SAME, of_default),
-            judged(f"{name}: of the sweep's steps", STEPS, ratio([share], [1.0])),
+            target(f"{name}: of the best", NEAR, of_best),
+            target(f"{name}: of the default", SAME, of_default),
+            target(f"{name}: of the sweep's steps", STEPS, ratio([share], [1.0])),
         ]
     console.print(table)
-    finish(
-        "tuning", args, facts,
-        measurements=found, medians=medians, ratios=ratios, targets=claims,
-    )  # fmt: skip
+    finish(args, found, medians, ratios, claims)
 
 
 if __name__ == "__main__":

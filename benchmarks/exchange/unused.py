@@ -7,22 +7,13 @@ Two hosts of two ranks, Linux namespaces of this machine (tests/bed), their link
     python benchmarks/exchange/unused.py      as root, after make test-packages
 """
 
-import contextlib
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, SCRIPTS, console, finish, machine, options, ratio, run, spread
-from common import target as judged
-from exchange_hosts import narrowed
-from rich.table import Table
-
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-from bed import Hosts, missing
+from common import console, finish, new_table, options, ratio, run, spread, target
+from emulated_hosts import limit_links, open_hosts, result_on_hosts
 
 HOSTS = "host1:2,host2:2"
 SHARE = 0.01
@@ -35,27 +26,20 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10, help="of one measurement")
     args = parser.parse_args()
-    if missing():
-        sys.exit(f"this needs {', '.join(missing())}. HINT: make test-packages, and run as root")
-    facts = machine()
-    with contextlib.closing(Hosts(2)) as hosts:
-        narrowed(hosts, args.mbit)
-        folder = hosts.new_folder()
-        shutil.copy(SCRIPTS / "exchange/unused.py", folder)
-        command = [BIN / "paceline", "run", "--fresh", "-H", HOSTS, "--exchange", "paceline"]
-        command += ["--env", f"PACELINE_LINK_MBIT={args.mbit}"]  # the interfaces don't know of tc
-        command += ["unused.py", folder / "found.json", "--rounds", args.repeats]
-        command += ["--steps", args.steps, "--parameters", *PARAMETERS]
-        hosts.run("host0", *command, cwd=folder, timeout=1800)
-        found = dict(json.loads((folder / "found.json").read_text()))
-    report(args, facts, found)
+    with open_hosts(2) as hosts:
+        limit_links(hosts, args.mbit)
+        words = ["--rounds", args.repeats, "--steps", args.steps, "--parameters", *PARAMETERS]
+        found = result_on_hosts(
+            hosts, HOSTS, args.mbit, "exchange/unused.py", ["--exchange", "paceline"], *words
+        )
+    report(args, found)
 
 
-def report(args: Any, facts: Any, found: dict[str, list[float]]) -> None:
+def report(args: Any, found: dict[str, list[float]]) -> None:
     medians = {name: spread(each) for name, each in found.items()}
-    table = Table(title=f"DDP of 120 parameters on two hosts of two ranks, {args.mbit} Mbit/s")
-    for heading in ("", "ms", "low", "high"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "ms", "low", "high")
+    title = f"DDP of 120 parameters on two hosts of two ranks, {args.mbit} Mbit/s"
+    table = new_table(*headings, title=title)
     named = {f"map {n}": f"its map of {n:,} parameters" for n in PARAMETERS}
     named |= {f"bits {n}": f"as many bits, {n:,}" for n in PARAMETERS}
     for name, words in {**WAYS, **named}.items():
@@ -65,11 +49,8 @@ def report(args: Any, facts: Any, found: dict[str, list[float]]) -> None:
     ratios = {name: ratio(found[name], found["plain"]) for name in ("search", "static")}
     ratios |= {f"map {n}": ratio(found[f"map {n}"], found[f"bits {n}"]) for n in PARAMETERS}
     share = ratio(found[f"map {PARAMETERS[0]}"], found["search"])
-    claims = [judged("DDP's map of 120 parameters, of a step", SHARE, share)]
-    finish(
-        "unused", args, facts,
-        measurements=found, medians=medians, ratios=ratios, targets=claims,
-    )  # fmt: skip
+    claims = [target("DDP's map of 120 parameters, of a step", SHARE, share)]
+    finish(args, found, medians, ratios, claims)
 
 
 if __name__ == "__main__":

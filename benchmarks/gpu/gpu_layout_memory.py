@@ -15,9 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
-from common import console, finish, run, spread, target
+from common import console, finish, new_table, run, target, with_rounds
 from on_device import device_options, facts, peak_of
-from rich.table import Table
 from torch import nn
 
 from paceline.cost.layout import Layout
@@ -100,7 +99,7 @@ MODELS: tuple[Build, ...] = (perceptron, transformer, convolutions, language, re
 def main() -> None:
     parser = device_options("gpu_layout_memory", __doc__ or "", repeats=1)
     args = parser.parse_args()
-    about = facts(args.device)
+    args.machine = facts(args.device)
     if args.device == "cuda":
         torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
@@ -121,32 +120,24 @@ def main() -> None:
                 failed[f"{build.__name__}, {layout}"] = f"{type(error).__name__}: {error}"[:500]
             gc.collect()
     dist.destroy_process_group()
-    table = Table(title="Peak memory of a step on the device")
-    for heading in ("model", "layout", "predicted, MiB", "measured, MiB", "predicted / measured"):
-        table.add_column(heading, justify="right")
+    headings = ("model", "layout", "predicted, MiB", "measured, MiB", "predicted / measured")
+    table = new_table(*headings, title="Peak memory of a step on the device")
     ratios: dict[str, Any] = {}
     targets = []
     for one in rows:
         name, value = f"{one['model']}, {one['layout']}", one["predicted_bytes"]
         share = value / one["measured_bytes"] if one["measured_bytes"] else 1.0
-        ratios[name] = {"rounds": [share], **spread([share])}
+        ratios[name] = with_rounds([share])
         off = max(share, 1 / share)
-        found = {"rounds": [off], **spread([off])}
         claim = f"{name}: prediction within 10 % of the measured peak"
-        targets.append(target(claim, LIMIT, found, counted=True))
+        targets.append(target(claim, LIMIT, [off], counted=True))
         mib = (f"{n / (1 << 20):.1f}" for n in (value, one["measured_bytes"]))
         table.add_row(one["model"], one["layout"], *mib, f"{share:.3f}")
     console.print(table)
     for name, text in failed.items():
         console.print(f"{name}: {text}")
     measurements = {"rows": rows, "failed": failed}
-    finish(
-        *("gpu_layout_memory", args, about),
-        measurements=measurements,
-        medians={},
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, measurements, {}, ratios, targets)
 
 
 def warm_up(kind: str) -> None:

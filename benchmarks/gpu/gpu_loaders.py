@@ -13,9 +13,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
-from common import console, finish, ratio, rounds, run, spread, target
+from common import console, finish, new_table, ratio, rounds, run, spread, target
 from on_device import device_options, facts, sync
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data import Loader
@@ -39,7 +38,7 @@ def main() -> None:
     parser = device_options("gpu_loaders", __doc__ or "", repeats=9)
     parser.add_argument("--workers", type=int, default=4)
     args = parser.parse_args()
-    about = facts(args.device)
+    args.machine = facts(args.device)
     count, side, batch = (256, 16, 32) if args.quick else (8192, 128, 256)
     x = np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8)
     y = np.arange(count)
@@ -68,9 +67,9 @@ def main() -> None:
                 times[name].append(time.perf_counter() - start)
         if number >= 3 and time.perf_counter() - began > args.seconds:
             break
-    table = Table(title=f"Batches of {batch} images on the device, {args.workers} workers")
-    for heading in ("loader", "samples/s", "GB/s"):
-        table.add_column(heading, justify="right")
+    headings = ("loader", "samples/s", "GB/s")
+    title = f"Batches of {batch} images on the device, {args.workers} workers"
+    table = new_table(*headings, title=title)
     rates = {name: [count / t for t in found] for name, found in times.items()}
     for name, found in rates.items():
         median = spread(found)["median"]
@@ -79,13 +78,11 @@ def main() -> None:
     compared = ratio(times["Loader"], times["DataLoader"])
     claim = "an epoch of Loader takes at most as long as one of DataLoader"
     finish(
-        "gpu_loaders",
         args,
-        about,
-        measurements=times,
-        medians={name: spread(found) for name, found in rates.items()},
-        ratios={"Loader / DataLoader": compared},
-        targets=[target(claim, 1.0, compared)],
+        times,
+        {name: spread(found) for name, found in rates.items()},
+        {"Loader / DataLoader": compared},
+        [target(claim, 1.0, compared)],
     )
 
 

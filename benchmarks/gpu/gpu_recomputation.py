@@ -13,9 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
-from common import console, finish, ratio, rounds, run, spread, target
+from common import console, finish, new_table, ratio, rounds, run, spread, target
 from on_device import device_options, facts, peak_of, seconds_of
-from rich.table import Table
 from torch import nn
 
 from paceline.parallel.offload import offload_states
@@ -56,7 +55,7 @@ class Alternative:
 def main() -> None:
     parser = device_options("gpu_recomputation", __doc__ or "", repeats=9)
     args = parser.parse_args()
-    about = facts(args.device)
+    args.machine = facts(args.device)
     began = time.perf_counter()
     plain = Alternative(args, None, None, False)
     for _ in range(3):
@@ -94,9 +93,8 @@ def main() -> None:
             )
         if number >= 2 and time.perf_counter() - began > args.seconds:
             break
-    table = Table(title="A step with recomputation and offload")
-    for heading in ("way", "step, ms", "of plain", "peak, MiB", "of plain"):
-        table.add_column(heading, justify="right")
+    headings = ("way", "step, ms", "of plain", "peak, MiB", "of plain")
+    table = new_table(*headings, title="A step with recomputation and offload")
     ratios = {f"{name} / plain": ratio(found, times["plain"]) for name, found in times.items()}
     for name, found in times.items():
         table.add_row(
@@ -114,13 +112,11 @@ def main() -> None:
     if "auto" in made:
         targets.append(target("step of recompute='auto'", LIMIT, ratios["auto / plain"]))
     finish(
-        "gpu_recomputation",
         args,
-        about,
-        measurements={"step_s": times, "peak_bytes": peaks, "failed": failed, "half_gib": half},
-        medians={name: spread(found) for name, found in times.items()},
-        ratios=ratios,
-        targets=targets,
+        {"step_s": times, "peak_bytes": peaks, "failed": failed, "half_gib": half},
+        {name: spread(found) for name, found in times.items()},
+        ratios,
+        targets,
     )
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, ratio, run, spread, target
+from common import BIN, SCRIPTS, console, finish, new_table, ratio, run, spread, target
 from on_device import device_options, facts
-from rich.table import Table
 
 LIMIT = 1.01
 MODES = ("eager", "graph", "compiled")
@@ -28,7 +27,7 @@ def main() -> None:
     parser = device_options("gpu_recording_cost", __doc__ or "", repeats=12)
     args = parser.parse_args()
     began = time.time()
-    about = facts(args.device)
+    args.machine = facts(args.device)
     is_small = args.quick or args.device == "cpu"
     asked = {
         "device": args.device,
@@ -41,9 +40,8 @@ def main() -> None:
         "end": began + args.seconds - 2,  # of time.time()
     }
     found = measured(asked, args.seconds)
-    table = Table(title="Cost of recording a step on a GPU: medians")
-    for heading in ("step", "batch", "off, µs", "recorded, µs", "recorded / off", "again / off"):
-        table.add_column(heading, justify="right")
+    headings = ("step", "batch", "off, µs", "recorded, µs", "recorded / off", "again / off")
+    table = new_table(*headings, title="Cost of recording a step on a GPU: medians")
     medians: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     targets = []
@@ -66,8 +64,7 @@ def main() -> None:
             *(f"{ratios[f'{mode} wall_us {n}']['median']:.4f}" for n in ("recorded", "again")),
         )
     console.print(table)
-    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("gpu_recording_cost", args, about, **result)
+    finish(args, found, medians, ratios, targets)
 
 
 def measured(asked: dict[str, Any], seconds: float) -> dict[str, Any]:

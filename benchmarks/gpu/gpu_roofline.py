@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, run, spread, target
+from common import console, finish, new_table, run, spread, target, with_rounds
 from on_device import device_options, facts
-from rich.table import Table
 
 from paceline.study.probe.measure.device_speed import arithmetic, triad
 
@@ -34,9 +33,9 @@ LEAST, MOST = 0.6, 1.02
 def main() -> None:
     parser = device_options("gpu_roofline", __doc__ or "", repeats=3)
     args = parser.parse_args()
-    about = facts(args.device)
+    args.machine = facts(args.device)
     device = "cuda:0" if args.device == "cuda" else "cpu"
-    name = about.get("gpu", {}).get("name", "")
+    name = args.machine.get("gpu", {}).get("name", "")
     flops, bandwidth = SHEETS.get(name, ({}, None))
     each = 0.02 if args.quick else min(0.8, args.seconds / args.repeats / 14)
     rounds: list[dict[str, float]] = []
@@ -53,9 +52,8 @@ def main() -> None:
     sheet: dict[str, Any] = {f"matrix product, {k}": v for k, v in flops.items()}
     if bandwidth:
         sheet["triad"] = bandwidth
-    table = Table(title=f"Measured rates of {name or 'the CPU'}")
-    for heading in ("work", "measured, 10^12/s", "data sheet", "share"):
-        table.add_column(heading, justify="right")
+    headings = ("work", "measured, 10^12/s", "data sheet", "share")
+    table = new_table(*headings, title=f"Measured rates of {name or 'the CPU'}")
     medians, ratios, targets = {}, {}, []
     for key in rounds[0]:
         values = [one[key] for one in rounds]
@@ -63,15 +61,14 @@ def main() -> None:
         cells = ["", ""]
         if key in sheet:
             shares = [value / sheet[key] for value in values]
-            ratios[key] = {"rounds": shares, **spread(shares)}
+            ratios[key] = with_rounds(shares)
             cells = [f"{sheet[key] / 1e12:.2f}", f"{ratios[key]['median']:.3f}"]
             off = [max(share / MOST, LEAST / share) for share in shares]
             claim = f"{key}: {LEAST:.0%} to {MOST:.0%} of the data sheet"
-            targets.append(target(claim, 1.0, {"rounds": off, **spread(off)}))
+            targets.append(target(claim, 1.0, off))
         table.add_row(key, f"{medians[key]['median'] / 1e12:.3f}", *cells)
     console.print(table)
-    result = {"measurements": rounds, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("gpu_roofline", args, about, **result)
+    finish(args, rounds, medians, ratios, targets)
 
 
 if __name__ == "__main__":

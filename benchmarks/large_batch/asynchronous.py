@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plotly.graph_objects as plots
-from common import BENCHMARKS, BIN, console, finish, machine, options, ratio, run, spread, target
+from common import BENCHMARKS, BIN, console, finish, options, ratio, run, spread, target
 from figures import COLORS, draw_figures
 from kept_runs import KeptRuns
 from plotly.subplots import make_subplots
@@ -47,14 +47,13 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.4, 0.8])
     parser.add_argument("--runs", type=Path, default=BENCHMARKS / "out" / "asynchronous-runs.jsonl")
     args = parser.parse_args()
-    facts = machine()
     runs = KeptRuns(args.runs, {"trained": [EXAMPLE]})
     found: dict[str, Any] = {}
     for host in args.hosts:
         for way in WAYS:
             with console.status(f"{host}, {way}"):
                 found[f"{host}, {way}"] = of_way(runs, way, HOSTS[host], args)
-    report(args, facts, found)
+    report(args, found)
 
 
 def of_way(runs: KeptRuns, way: str, slow: float, args: Any) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def trained(
     return found
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
+def report(args: Any, found: dict[str, Any]) -> None:
     table = Table("", "lr", "s to accuracy", "low", "high", "reached", "samples", "updates", "age")
     seconds = {name: [one["seconds"] for one in way["runs"]] for name, way in found.items()}
     for name, way in found.items():
@@ -117,13 +116,7 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
         targets.append(target(f"{host}: {a} / {b}, seconds to the accuracy", 1.0, of_both))
     if args.pictures:
         draw_figures(args.pictures, {"asynchronous": drawn(found, args.hosts)})
-    finish(
-        *("asynchronous", args, facts),
-        measurements=found,
-        medians={name: spread(times) for name, times in seconds.items()},
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, found, {name: spread(times) for name, times in seconds.items()}, ratios, targets)
 
 
 def drawn(found: dict[str, Any], hosts: list[str]) -> Any:

@@ -6,16 +6,14 @@ the longest chain of norms. What a fused exchange saves is measured: two exchang
 statistics, and one of twice the size, on 2 ranks.
 """
 
-import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
-from common import BIN, SCRIPTS, console, finish, launch, machine, options, ratio, run, spread
+from common import OUT, console, finish, on_ranks, options, ratio, result_of, run, spread
 from rich.table import Table
 from torch import nn
 
@@ -121,27 +119,21 @@ def main() -> None:
     parser = options("norm_neighbours", __doc__ or "", repeats=12)
     parser.add_argument("--exchanges", type=int, default=200, help="of a round, default 200")
     args = parser.parse_args()
-    facts = machine()
     with torch.device("meta"):
         counts = {name: counted(build()) for name, build in NETWORKS.items()}
     with console.status("exchanges"):
         times = measured(args)
-    report(args, facts, counts, times)
+    report(args, counts, times)
 
 
 def measured(args: Any) -> dict[str, list[float]]:
     """Return the seconds of two exchanges, apart and fused, in each round."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "times.json"
-        words = [SCRIPTS / "large_batch/fused_exchanges.py", path, args.repeats, args.exchanges]
-        launch(list(map(str, [BIN / "paceline", "run", "-n", 2, "--threads", 1, *words])))
-        found: dict[str, list[float]] = json.loads(path.read_text())
-        return found
+    script, options = "large_batch/fused_exchanges.py", ["--threads", 1]
+    return dict(result_of(on_ranks(2, script, OUT, args.repeats, args.exchanges, options=options)))
 
 
 def report(
     args: Any,
-    facts: dict[str, Any],
     counts: dict[str, dict[str, int]],
     times: dict[str, list[float]],
 ) -> None:
@@ -153,11 +145,11 @@ def report(
         us = {key: 1e6 * value for key, value in spread(found).items()}
         console.print(f"{name}: {us['median']:.1f} us ({us['low']:.1f} to {us['high']:.1f})")
     finish(
-        *("norm_neighbours", args, facts),
-        measurements={"networks": counts, "two_exchanges_s": times},
-        medians={name: spread(found) for name, found in times.items()},
-        ratios={"fused": ratio(times["fused"], times["apart"])},
-        targets=[],
+        args,
+        {"networks": counts, "two_exchanges_s": times},
+        {name: spread(found) for name, found in times.items()},
+        {"fused": ratio(times["fused"], times["apart"])},
+        [],
     )
 
 

@@ -17,7 +17,6 @@ from common import (
     console,
     finish,
     launch,
-    machine,
     options,
     ratio,
     rounds,
@@ -36,11 +35,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of a block, default 20")
     parser.add_argument("--batch", type=int, default=32, help="samples of a rank, default 32")
     args = parser.parse_args()
-    facts = machine()
     order = [kind for kinds in rounds(KINDS, args.repeats) for kind in kinds]
     with console.status("norms"):
         ranks = measured(order, args)
-    report(args, facts, ranks)
+    report(args, ranks)
 
 
 def measured(order: list[str], args: Any) -> list[list[dict[str, Any]]]:
@@ -49,11 +47,11 @@ def measured(order: list[str], args: Any) -> list[list[dict[str, Any]]]:
         path = Path(folder) / "steps.json"
         words = [SCRIPTS / "large_batch/norm_steps.py", path, args.steps, args.batch]
         words = [BIN / "paceline", "run", "-n", 2, "--threads", 1, *words, json.dumps(order)]
-        launch(list(map(str, words)))
+        launch(words)
         return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(2)]
 
 
-def report(args: Any, facts: dict[str, Any], ranks: list[list[dict[str, Any]]]) -> None:
+def report(args: Any, ranks: list[list[dict[str, Any]]]) -> None:
     table = Table("norm", "step, ms", "q1", "q3", "of local", "exchanges a layer")
     times, exchanges = {}, {}
     for kind in KINDS:
@@ -71,17 +69,17 @@ def report(args: Any, facts: dict[str, Any], ranks: list[list[dict[str, Any]]]) 
         target(
             f"norm={kind}: at most 2 exchanges a layer",
             2,
-            {"rounds": [exchanges[kind]], "median": exchanges[kind]},
+            [exchanges[kind]],
             counted=True,
         )
         for kind in ("sync", "sync uneven")
     ]
     finish(
-        *("norm_time", args, facts),
-        measurements={"step_s": times, "exchanges_a_layer": exchanges},
-        medians={kind: spread(found) for kind, found in times.items()},
-        ratios=ratios,
-        targets=targets,
+        args,
+        {"step_s": times, "exchanges_a_layer": exchanges},
+        {kind: spread(found) for kind, found in times.items()},
+        ratios,
+        targets,
     )
 
 

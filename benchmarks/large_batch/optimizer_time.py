@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
-from common import console, finish, machine, options, ratio, rounds, run, spread, target
+from common import console, finish, options, ratio, rounds, run, spread, target
 from rich.table import Table
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -71,7 +71,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of a round, default 5")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
-    facts = machine()
     torch.set_num_threads(1)
     table = Table("parameters", "optimizers", "step, ms", "peer's step, ms", "ratio")
     measured: dict[str, Any] = {}
@@ -101,13 +100,7 @@ def main() -> None:
         for what, of in measured.items()
         for kind, times in of.items()
     }
-    finish(
-        *("optimizer_time", args, facts),
-        measurements=measured,
-        medians=medians,
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, measured, medians, ratios, targets)
 
 
 if __name__ == "__main__":

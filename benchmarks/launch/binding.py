@@ -5,31 +5,29 @@ starts it, by `paceline run` bound to a core each and not bound, with two thread
 all ranks on one core. A round's figure is the median step of rank 0.
 """
 
-import json
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
     BIN,
+    OUT,
     SCRIPTS,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     spread,
     target,
 )
 from rich.progress import track
-from rich.table import Table
 
 BASE = "torchrun"  # which sets OMP_NUM_THREADS=1 and does not bind
 WAYS = {  # name: what stands before the launcher, and its options
@@ -48,14 +46,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30, help="steps before them")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     args = parser.parse_args()
-    facts = machine()
     os.environ.pop("OMP_NUM_THREADS", None)  # each launcher's own choice
     ways = [BASE, *(name for name in args.ways if name != BASE)]
     times: dict[str, list[float]] = {name: [] for name in ways}
     order = [name for names in rounds(ways, args.repeats) for name in names]
     for name in track(order, "binding", transient=True):
         times[name].append(measure(name, args))
-    report(args, facts, times)
+    report(args, times)
 
 
 def measure(name: str, args: Any) -> float:
@@ -64,19 +61,16 @@ def measure(name: str, args: Any) -> float:
     start = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(args.ranks)]
     if words is not None:
         start = [str(BIN / "paceline"), "run", "-n", str(args.ranks), *words]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.json"
-        arguments = [str(path), str(args.warmup), str(args.steps), "view"]
-        launch([*before, *start, str(SCRIPTS / "launch/steps_ddp.py"), *arguments])
-        return statistics.median(json.loads(path.read_text()))
+    arguments = [OUT, args.warmup, args.steps, "view"]
+    command = [*before, *start, SCRIPTS / "launch/steps_ddp.py", *arguments]
+    return statistics.median(result_of(command))
 
 
-def report(args: Any, facts: dict[str, Any], times: dict[str, list[float]]) -> None:
+def report(args: Any, times: dict[str, list[float]]) -> None:
     medians = {name: spread(values) for name, values in times.items()}
     ratios = {name: ratio(values, times[BASE]) for name, values in times.items()}
-    table = Table(title=f"A step on {args.ranks} ranks, {args.repeats} rounds")
-    for heading in ("started by", "µs: median (quartiles)", "ratio by round: median (quartiles)"):
-        table.add_column(heading, justify="left" if heading == "started by" else "right")
+    headings = ("started by", "µs: median (quartiles)", "ratio by round: median (quartiles)")
+    table = new_table(*headings, title=f"A step on {args.ranks} ranks, {args.repeats} rounds")
     for name in times:
         m, r = medians[name], ratios[name]
         table.add_row(
@@ -88,8 +82,7 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, list[float]]) -> N
     claim = "a step bound to a core each takes no longer than torchrun's default"
     bound = "paceline, a core each"
     targets = [target(claim, 1.0, ratios[bound])] if bound in ratios else []
-    found = {"measurements": times, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("binding", args, facts, **found)
+    finish(args, times, medians, ratios, targets)
 
 
 if __name__ == "__main__":

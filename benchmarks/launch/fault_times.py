@@ -25,7 +25,7 @@ from common import (
     Heard,
     console,
     finish,
-    machine,
+    new_table,
     options,
     rounds,
     run,
@@ -34,7 +34,6 @@ from common import (
     target,
 )
 from rich.progress import track
-from rich.table import Table
 from start_time import free_port
 
 FAULTS = ("killed", "raised", "stopped")
@@ -58,9 +57,8 @@ Times = dict[str, dict[str, dict[str, list[float]]]]  # of each fault, launcher,
 
 def main() -> None:
     args = parser("fault_times", __doc__ or "", FAULTS).parse_args()
-    facts = machine()
     times = compared(args, functools.partial(measure, silence=args.silence))
-    report("fault_times", "rank 1 was", args, facts, times)
+    report("rank 1 was", args, times)
 
 
 def parser(name: str, what: str, faults: tuple[str, ...]) -> argparse.ArgumentParser:
@@ -128,10 +126,10 @@ def seconds_of(folder: Path, heard: Heard) -> dict[str, float]:
     return {"told_s": told - began, "again_s": resumed - began}
 
 
-def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Times) -> None:
-    table = Table(title=f"Faults, {args.repeats} rounds: seconds after it, median (quartiles)")
-    for column in (heading, "", *args.launchers):
-        table.add_column(column, justify="right" if column in args.launchers else "left")
+def report(heading: str, args: Any, times: Times) -> None:
+    headings = (heading, "", *args.launchers)
+    title = f"Faults, {args.repeats} rounds: seconds after it, median (quartiles)"
+    table = new_table(*headings, title=title)
     medians: dict[str, Any] = {}
     for fault, launchers in times.items():
         medians[fault] = {
@@ -146,21 +144,13 @@ def report(name: str, heading: str, args: Any, facts: dict[str, Any], times: Tim
         target(
             f"{fault}: {claim}",
             limit,
-            {"rounds": times[fault]["paceline"][what], **medians[fault]["paceline"][what]},
+            times[fault]["paceline"][what],
         )
         for fault in DEATHS
         for what, claim, limit in CLAIMS
         if fault in times
     ]
-    finish(
-        name,
-        args,
-        facts,
-        measurements=times,
-        medians=medians,
-        ratios={},
-        targets=targets,
-    )
+    finish(args, times, medians, {}, targets)
 
 
 def shown_time(s: dict[str, float]) -> str:

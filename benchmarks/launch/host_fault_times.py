@@ -20,12 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, Heard, machine, run
+from common import BIN, Heard, run
+from emulated_hosts import bed, open_hosts
 from fault_times import PATIENCE, RESTARTS, WORDS, compared, parser, report, script, seconds_of
-
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-from bed import Hosts, missing
 
 FAULTS = ("killed", "crashed", "cut off")
 HERE, THERE = "host1", "host2"
@@ -34,18 +31,12 @@ PORT = 29533
 
 def main() -> None:
     args = parser("host_fault_times", __doc__ or "", FAULTS).parse_args()
-    if needed := missing():
-        sys.exit(
-            f"host_fault_times.py needs {', '.join(needed)}. HINT: make test-packages, and run as "
-            "root"
-        )
-    facts = machine()
-    with contextlib.closing(Hosts(2)) as hosts:
+    with open_hosts(2) as hosts:
         times = compared(args, functools.partial(measure, hosts, silence=args.silence))
-    report("host_fault_times", f"{THERE}, or its rank, was", args, facts, times)
+    report(f"{THERE}, or its rank, was", args, times)
 
 
-def measure(hosts: Hosts, fault: str, launcher: str, silence: float) -> dict[str, float]:
+def measure(hosts: bed.Hosts, fault: str, launcher: str, silence: float) -> dict[str, float]:
     """Seconds from the fault; PATIENCE where it was never told, or training never went on."""
     with _shared_folder(hosts) as folder:
         launchers = start(hosts, folder, launcher, silence, fault)
@@ -57,7 +48,7 @@ def measure(hosts: Hosts, fault: str, launcher: str, silence: float) -> dict[str
 
 
 @contextlib.contextmanager
-def _shared_folder(hosts: Hosts) -> Iterator[Path]:
+def _shared_folder(hosts: bed.Hosts) -> Iterator[Path]:
     """A folder that all hosts see; at its end they are as new."""
     folder = hosts.new_folder()
     try:
@@ -68,7 +59,7 @@ def _shared_folder(hosts: Hosts) -> Iterator[Path]:
 
 
 def start(
-    hosts: Hosts, folder: Path, launcher: str, silence: float, fault: str
+    hosts: bed.Hosts, folder: Path, launcher: str, silence: float, fault: str
 ) -> list[subprocess.Popen[str]]:
     """The launcher of the whole job, or torchrun on each host."""
     words = {
@@ -88,7 +79,7 @@ def start(
     ]
 
 
-def befall(hosts: Hosts, folder: Path, fault: str, heard: Heard) -> None:
+def befall(hosts: bed.Hosts, folder: Path, fault: str, heard: Heard) -> None:
     """Once the job trains, let the host crash, or cut its link."""
     reached, deadline = folder / "reached", time.monotonic() + PATIENCE
     while not (reached.exists() and reached.read_text()):

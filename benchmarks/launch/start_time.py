@@ -17,7 +17,7 @@ from common import (
     console,
     finish,
     launch,
-    machine,
+    new_table,
     options,
     ratio,
     rounds,
@@ -27,7 +27,6 @@ from common import (
     target,
 )
 from rich.progress import track
-from rich.table import Table
 
 LIMIT = 0.6
 WHAT = ("first_step_s", "command_s")
@@ -37,7 +36,6 @@ def main() -> None:
     parser = options("start_time", __doc__ or "", repeats=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
-    facts = machine()
     launchers = ["paceline", "torchrun"]
     cases = [(ranks, launcher) for ranks in args.ranks for launcher in launchers]
     for launcher in launchers:  # the files of torch are in memory from here on
@@ -50,7 +48,7 @@ def main() -> None:
     for ranks, launcher in track(order, "start time", transient=True):
         for what, seconds in zip(WHAT, measure(launcher, ranks), strict=True):
             times[str(ranks)][launcher][what].append(seconds)
-    report(args, facts, times)
+    report(args, times)
 
 
 def measure(launcher: str, ranks: int) -> tuple[float, float]:
@@ -75,10 +73,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def report(args: Any, facts: dict[str, Any], times: dict[str, Any]) -> None:
-    table = Table(title=f"Start-up, {args.repeats} rounds: median (quartiles)")
-    for heading in ("ranks", "seconds until", "paceline run", "torchrun", "ratio by round"):
-        table.add_column(heading, justify="left" if heading == "seconds until" else "right")
+def report(args: Any, times: dict[str, Any]) -> None:
+    headings = ("ranks", "seconds until", "paceline run", "torchrun", "ratio by round")
+    table = new_table(*headings, title=f"Start-up, {args.repeats} rounds: median (quartiles)")
     medians: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     for ranks, launchers in times.items():
@@ -101,8 +98,7 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, Any]) -> None:
         )
         for ranks in times
     ]
-    found = {"measurements": times, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("start_time", args, facts, **found)
+    finish(args, times, medians, ratios, targets)
 
 
 if __name__ == "__main__":

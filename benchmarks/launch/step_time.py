@@ -4,30 +4,28 @@ Recording is on, as it is by default. The loop trains a small CNN on scikit-lear
 step's time is rank 0's, from the start of one iteration of the loop to the start of the next.
 """
 
-import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
     BIN,
+    OUT,
     SCRIPTS,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     spread,
     target,
 )
 from rich.progress import track
-from rich.table import Table
 
 LIMIT = 1.02
 ALTERNATIVES = {  # name: launcher, script, its last argument
@@ -51,41 +49,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="measured steps a run")
     parser.add_argument("--warmup", type=int, default=30, help="steps before them")
     args = parser.parse_args()
-    facts = machine()
     times: dict[str, list[list[float]]] = {name: [] for name in ALTERNATIVES}
     order = [name for names in rounds(list(ALTERNATIVES), args.repeats) for name in names]
     for name in track(order, "step time", transient=True):
         times[name].append(measure(name, args))
-    report(args, facts, times)
+    report(args, times)
 
 
 def measure(name: str, args: Any) -> list[float]:
     """Microseconds of every measured step of one run."""
     launcher, script, variant = ALTERNATIVES[name]
     words = {
-        "paceline": ["run", "-n", str(args.ranks)],
-        "torchrun": ["--standalone", "--nproc-per-node", str(args.ranks)],
+        "paceline": ["run", "-n", args.ranks],
+        "torchrun": ["--standalone", "--nproc-per-node", args.ranks],
     }[launcher]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.json"
-        arguments = [str(path), str(args.warmup), str(args.steps), variant]
-        launch(
-            [str(BIN / launcher), *words, str(SCRIPTS / script), *arguments],
-            OMP_NUM_THREADS="1",
-        )
-        times: list[float] = json.loads(path.read_text())
-        return times
+    arguments = [OUT, args.warmup, args.steps, variant]
+    command = [BIN / launcher, *words, SCRIPTS / script, *arguments]
+    return list(result_of(command, OMP_NUM_THREADS="1"))
 
 
-def report(args: Any, facts: dict[str, Any], times: dict[str, list[list[float]]]) -> None:
+def report(args: Any, times: dict[str, list[list[float]]]) -> None:
     by_round = {name: list(map(statistics.median, runs)) for name, runs in times.items()}
     medians = {name: spread(values) for name, values in by_round.items()}
     ratios = {name: ratio(values, by_round[BASE]) for name, values in by_round.items()}
-    table = Table(
-        title=f"Step time on {args.ranks} ranks, {args.repeats} rounds of {args.steps} steps"
-    )
-    for heading in ("loop", "µs a step: median (quartiles)", "ratio by round: median (quartiles)"):
-        table.add_column(heading, justify="left" if heading == "loop" else "right")
+    headings = ("loop", "µs a step: median (quartiles)", "ratio by round: median (quartiles)")
+    title = f"Step time on {args.ranks} ranks, {args.repeats} rounds of {args.steps} steps"
+    table = new_table(*headings, title=title)
     for name in ALTERNATIVES:
         m, r = medians[name], ratios[name]
         table.add_row(
@@ -96,8 +85,7 @@ def report(args: Any, facts: dict[str, Any], times: dict[str, list[list[float]]]
     console.print(table)
     claim = f"Paceline's median step, recording on, at most {LIMIT} of plain DDP's"
     targets = [target(claim, LIMIT, ratios["paceline"])]
-    found = {"measurements": times, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("step_time", args, facts, **found)
+    finish(args, times, medians, ratios, targets)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ mpirun until the last rank runs its script. The flood uses the same cores as the
 apart from what it does to the launcher, the same flood also goes to another listener on the
 launcher's host, which greets visitors with the same code in a process of its own ("elsewhere")."""
 
-import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -18,27 +17,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
-    BENCHMARKS,
     BIN,
     console,
     finish,
-    machine,
+    new_table,
     options,
     ratio,
     rounds,
     run,
     shown,
     spread,
+    target,
 )
-from common import target as judged
+from emulated_hosts import bed, flood, open_hosts, require
 from rich.progress import track
-from rich.table import Table
-
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-import flood
-
-import bed
 
 LIMIT = 1.25
 WAYS = ("alone", "elsewhere", "flooded")
@@ -68,15 +60,11 @@ def main() -> None:
     parser.add_argument("--idle", type=int, default=1000, help="idle connections")
     parser.add_argument("--garbage", type=int, default=10_000, help="before agents start")
     args = parser.parse_args()
-    if needed := [*bed.missing_slurm(), *bed.missing_mpi()]:
-        sys.exit(
-            f"strangers.py needs {', '.join(needed)}. HINT: make test-packages, and run as root"
-        )
-    facts = machine()
+    require([*bed.missing_slurm(), *bed.missing_mpi()])
     seconds: dict[str, list[float]] = {f"{t}, {way}": [] for t in args.tools for way in WAYS}
     strangers: dict[str, list[float]] = {tool: [] for tool in args.tools}
     cases = [(tool, way) for tool in args.tools for way in WAYS]
-    with contextlib.closing(bed.Hosts(2)) as hosts:
+    with open_hosts(2) as hosts:
         slurm = bed.Slurm(hosts)
         for tool in args.tools:  # files are in memory from here on
             measure(slurm, tool, args, "alone")
@@ -86,7 +74,7 @@ def main() -> None:
             seconds[f"{tool}, {way}"].append(took)
             if way == "flooded":
                 strangers[tool].append(made)
-    report(args, facts, seconds, strangers)
+    report(args, seconds, strangers)
 
 
 def measure(slurm: bed.Slurm, tool: str, args: Any, way: str) -> tuple[float, int]:
@@ -124,12 +112,12 @@ def measure(slurm: bed.Slurm, tool: str, args: Any, way: str) -> tuple[float, in
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def report(args: Any, facts: Any, seconds: Any, strangers: Any) -> None:
+def report(args: Any, seconds: Any, strangers: Any) -> None:
     medians = {name: spread(each) for name, each in seconds.items()}
     medians |= {f"{tool}, garbage connections": spread(made) for tool, made in strangers.items()}
-    table = Table(title=f"Start of a job on two hosts, {args.repeats} rounds: median (quartiles)")
-    for heading in ("over", *(f"s {way}" for way in WAYS), "of elsewhere", "garbage connections"):
-        table.add_column(heading, justify="left" if heading == "over" else "right")
+    headings = ("over", *(f"s {way}" for way in WAYS), "of elsewhere", "garbage connections")
+    title = f"Start of a job on two hosts, {args.repeats} rounds: median (quartiles)"
+    table = new_table(*headings, title=title)
     ratios, targets = {}, []
     for tool in args.tools:
         ratios[tool] = ratio(seconds[f"{tool}, flooded"], seconds[f"{tool}, elsewhere"])
@@ -138,10 +126,11 @@ def report(args: Any, facts: Any, seconds: Any, strangers: Any) -> None:
         made = f"{medians[f'{tool}, garbage connections']['median']:,.0f}"
         table.add_row(tool, *cells, shown(ratios[tool]), made)
         claim = f"{tool}: start while flooded, of the same flood elsewhere"
-        targets.append(judged(claim, LIMIT, ratios[tool]))
+        targets.append(target(claim, LIMIT, ratios[tool]))
     console.print(table)
-    found = {"measurements": seconds | {f"{t}, garbage": n for t, n in strangers.items()}}
-    finish("strangers", args, facts, **found, medians=medians, ratios=ratios, targets=targets)
+    finish(
+        args, seconds | {f"{t}, garbage": n for t, n in strangers.items()}, medians, ratios, targets
+    )
 
 
 if __name__ == "__main__":

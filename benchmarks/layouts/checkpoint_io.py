@@ -13,19 +13,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import (
-    BIN,
-    SCRIPTS,
-    console,
-    finish,
-    launch,
-    machine,
-    options,
-    ratio,
-    run,
-    spread,
-    target,
-)
+from common import BIN, SCRIPTS, console, finish, launch, options, ratio, run, spread, target
 from rich.table import Table
 
 LIMIT = 1.3
@@ -38,7 +26,6 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=2048, help="of all ranks, default 2048")
     parser.add_argument("--folder", type=Path, help="on the storage to measure")
     args = parser.parse_args()
-    facts = machine()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         script = SCRIPTS / "layouts/checkpoint_io.py"
         result = Path(folder) / "result.json"
@@ -55,9 +42,8 @@ def main() -> None:
         "load": ratio(seconds["load"], seconds["read_raw"]),
         "step": ratio(seconds["step_while_writing"], seconds["step"]),
     }
-    table = Table(title=f"{args.mib} MiB on {args.ranks} ranks, {args.repeats} rounds")
-    for heading in ("", "seconds", "ratio to the storage, or to quiet steps"):
-        table.add_column(heading)
+    headings = ("", "seconds", "ratio to the storage, or to quiet steps")
+    table = Table(*headings, title=f"{args.mib} MiB on {args.ranks} ranks, {args.repeats} rounds")
     of = {"save": "save", "load": "load", "step_while_writing": "step"}
     for name, values in medians.items():
         shown = f"{ratios[of[name]]['median']:.2f}" if name in of else ""
@@ -68,15 +54,7 @@ def main() -> None:
         target(f"loading within {LIMIT} of reading the same bytes", LIMIT, ratios["load"]),
         target("steps while a checkpoint is written, within 5 %", STEP_LIMIT, ratios["step"]),
     ]
-    finish(
-        "checkpoint_io",
-        args,
-        facts,
-        measurements=seconds,
-        medians=medians,
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, seconds, medians, ratios, targets)
 
 
 if __name__ == "__main__":

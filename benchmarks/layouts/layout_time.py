@@ -6,27 +6,24 @@ All layouts train in the same processes, in turns. Memory is the peak of the res
 process that trains one layout, without the memory that it had before.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
-    BIN,
-    SCRIPTS,
+    OUT,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
+    on_ranks,
     options,
     ratio,
+    result_of,
     run,
     spread,
     target,
 )
-from rich.table import Table
 
 LIMITS = {"zero1": 1.03, "zero2": 1.10, "zero3": 1.30}
 MEMORY_LIMIT = 1.05
@@ -50,7 +47,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--memory-width", type=int, default=2048)
     args = parser.parse_args()
-    facts = machine()
     steps: dict[str, Any] = {}
     memory: dict[str, Any] = {}
     for ranks in args.ranks:
@@ -61,7 +57,7 @@ def main() -> None:
         memory[str(ranks)] = {
             layout: memory_of(ranks, layout, args.memory_width) for layout in LAYOUTS
         }
-    report(args, facts, steps, memory)
+    report(args, steps, memory)
 
 
 def memory_of(ranks: int, layout: str, width: int) -> dict[str, Any]:
@@ -82,31 +78,20 @@ def memory_of(ranks: int, layout: str, width: int) -> dict[str, Any]:
 def measure(
     ranks: int, exchange: str, layouts: list[str], width: int, rounds: int, batch: int
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        script = str(SCRIPTS / "layouts/layout_steps.py")
-        given = ["--width", str(width), "--rounds", str(rounds), "--batch", str(batch)]
+    given = ["--layouts", *layouts, "--width", width, "--rounds", rounds, "--batch", batch]
+    environment = {"OMP_NUM_THREADS": "1"}
+    if batch:
         # glibc then returns the memory of every tensor at once, so that the resident set is exact
-        environment = {"OMP_NUM_THREADS": "1"}
-        if batch:
-            environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-        if exchange == "gloo":
-            environment["PACELINE_EXCHANGE"] = "gloo"
-        launch(
-            [
-                *(str(BIN / "paceline"), "run", "-n", str(ranks), script, str(out)),
-                *("--layouts", *layouts, *given),
-            ],
-            **environment,
-        )
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    if exchange == "gloo":
+        environment["PACELINE_EXCHANGE"] = "gloo"
+    return dict(result_of(on_ranks(ranks, "layouts/layout_steps.py", OUT, *given), **environment))
 
 
-def report(args: Any, facts: dict[str, Any], steps: dict[str, Any], memory: dict[str, Any]) -> None:
-    table = Table(title=f"Step time against data parallel, {args.repeats} rounds")
-    for heading in ("job", *LIMITS):
-        table.add_column(heading, justify="right")
+def report(args: Any, steps: dict[str, Any], memory: dict[str, Any]) -> None:
+    table = new_table(
+        "job", *LIMITS, title=f"Step time against data parallel, {args.repeats} rounds"
+    )
     medians, ratios, targets = {}, {}, []
     for job, found in steps.items():
         times = found["step_s"]
@@ -120,9 +105,7 @@ def report(args: Any, facts: dict[str, Any], steps: dict[str, Any], memory: dict
             ]
     console.print(table)
     title = f"Peak memory against the rule and one block (and {WORKSPACE_BLOCKS} blocks)"
-    table = Table(title=title)
-    for heading in ("ranks", *LAYOUTS):
-        table.add_column(heading, justify="right")
+    table = new_table("ranks", *LAYOUTS, title=title)
     for ranks, found in memory.items():
         cells = [(found[name]["ratio"], found[name]["ratio_with_workspace"]) for name in LAYOUTS]
         table.add_row(ranks, *(f"{one:.2f} ({more:.2f})" for one, more in cells))
@@ -130,14 +113,13 @@ def report(args: Any, facts: dict[str, Any], steps: dict[str, Any], memory: dict
             target(
                 f"memory of {layout} on {ranks} ranks, against the rule and one block",
                 MEMORY_LIMIT,
-                {"median": one["ratio"], "rounds": [one["ratio"]]},
+                [one["ratio"]],
             )
             for layout, one in found.items()
         ]
     console.print(table)
     measurements = {"steps": steps, "memory": memory}
-    found = {"medians": medians, "ratios": ratios, "targets": targets}
-    finish("layout_time", args, facts, measurements=measurements, **found)
+    finish(args, measurements, medians, ratios, targets)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,24 @@ the peak that Paceline predicts, which also knows what is in memory at the same 
 many buffers FSDP2 has. It takes about 3 minutes.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, launch, machine, options, run, spread, target
-from rich.table import Table
+from common import (
+    OUT,
+    console,
+    finish,
+    new_table,
+    on_ranks,
+    options,
+    result_of,
+    run,
+    spread,
+    target,
+    with_rounds,
+)
 
 LIMIT = 1.05
 
@@ -25,14 +34,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="*", default=[], help="default: all")
     args = parser.parse_args()
-    facts = machine()
     found = {
         ranks: [measured(ranks, args.models) for _ in range(args.repeats)] for ranks in args.ranks
     }
-    table = Table(title="Peak memory of a rank, MiB")
     headings = ("rule", "activations", "block", "predicted", "measured")
-    for heading in ("job", *headings, "measured / rule", "predicted / measured"):
-        table.add_column(heading, justify="right")
+    headings = ("job", *headings, "measured / rule", "predicted / measured")
+    table = new_table(*headings, title="Peak memory of a rank, MiB")
     medians, ratios, targets = {}, {}, []
     for ranks, rounds in found.items():
         for rows in zip(*rounds, strict=True):
@@ -40,8 +47,8 @@ def main() -> None:
             against = [one["measured_bytes"] / expected(one) for one in rows]
             predicted = [one["predicted_bytes"] / one["measured_bytes"] for one in rows]
             ratios[job] = {
-                "measured / rule": {"rounds": against, **spread(against)},
-                "predicted / measured": {"rounds": predicted, **spread(predicted)},
+                "measured / rule": with_rounds(against),
+                "predicted / measured": with_rounds(predicted),
             }
             medians[job] = {
                 what: spread([one[what] for one in rows])
@@ -56,18 +63,9 @@ def main() -> None:
             targets.append(target(claim, LIMIT, rule, counted=True))
             distances = [max(one, 1 / one) for one in predicted]
             claim = f"{job}: prediction within 5 % of the measured peak"
-            found_distances = {"rounds": distances, **spread(distances)}
-            targets.append(target(claim, LIMIT, found_distances, counted=True))
+            targets.append(target(claim, LIMIT, distances, counted=True))
     console.print(table)
-    finish(
-        "memory_of_layouts",
-        args,
-        facts,
-        measurements=found,
-        medians=medians,
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, found, medians, ratios, targets)
 
 
 def expected(row: dict[str, Any]) -> int:
@@ -76,13 +74,8 @@ def expected(row: dict[str, Any]) -> int:
 
 
 def measured(ranks: int, models: list[str]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        script = str(SCRIPTS / "layouts/memory_of_layouts.py")
-        command = [str(BIN / "paceline"), "run", "-n", str(ranks), script, str(out), *models]
-        launch(command, OMP_NUM_THREADS="1")
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-        return found
+    command = on_ranks(ranks, "layouts/memory_of_layouts.py", OUT, *models)
+    return list(result_of(command, OMP_NUM_THREADS="1"))
 
 
 if __name__ == "__main__":

@@ -12,28 +12,26 @@ it compiles at its first start, and uses the same fused Adam. A peer that does n
 with the error that ended it. It takes 4 minutes.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
     BIN,
+    OUT,
     SCRIPTS,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     spread,
     target,
 )
-from rich.table import Table
 
 PEERS = ("deepspeed", "megatron-fsdp")
 LIMIT_S = 150  # of one start of a peer
@@ -48,44 +46,39 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=128)
     args = parser.parse_args()
-    facts = machine()
     names = ["paceline", *(args.peers if args.python else ())]
     found: dict[str, dict[str, Any]] = {name: {"step_s": {}, "error": ""} for name in names}
     for turn in rounds(names, args.repeats):
         for name in turn:
             if not found[name]["error"]:
                 measure(args, name, found[name])
-    report(args, facts, found)
+    report(args, found)
 
 
 def measure(args: Any, name: str, found: dict[str, Any]) -> None:
     """Add the seconds of a step by layout, or the reason why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        script = str(SCRIPTS / "layouts/peer_steps.py")
-        words = [script, str(out), name, str(args.width), str(args.batch)]
-        command = [str(BIN / "paceline"), "run", "-n", str(args.ranks), *words]
-        if name != "paceline":
-            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-            limit = ["timeout", "-k", "10", str(LIMIT_S)]
-            command = [*limit, args.python, *torchrun, *words]
-        try:
-            launch(command, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-        except SystemExit as error:
-            lines = [line.strip() for line in str(error).splitlines()]
-            reasons = [line for line in lines if "Error" in line.split(":")[0] and ": " in line]
-            ended = f"did not end within {LIMIT_S} s" if "exit code 124 " in str(error) else ""
-            found["error"] = ended or (reasons or lines or ["failed"])[0]
-            return
-        for layout, seconds in json.loads(out.read_text()).items():
-            found["step_s"].setdefault(layout, []).append(seconds)
+    words = [SCRIPTS / "layouts/peer_steps.py", OUT, name, args.width, args.batch]
+    command = [BIN / "paceline", "run", "-n", args.ranks, *words]
+    if name != "paceline":
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", args.ranks]
+        command = ["timeout", "-k", "10", LIMIT_S, args.python, *torchrun, *words]
+    try:
+        by_layout = result_of(command, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    except SystemExit as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        reasons = [line for line in lines if "Error" in line.split(":")[0] and ": " in line]
+        ended = f"did not end within {LIMIT_S} s" if "exit code 124 " in str(error) else ""
+        found["error"] = ended or (reasons or lines or ["failed"])[0]
+        return
+    for layout, seconds in by_layout.items():
+        found["step_s"].setdefault(layout, []).append(seconds)
 
 
-def report(args: Any, facts: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+def report(args: Any, found: dict[str, dict[str, Any]]) -> None:
     """Print the table and the reasons, and write the JSON."""
-    table = Table(title=f"Milliseconds of a step on {args.ranks} ranks, and Paceline's / theirs")
-    for heading in ("", *LAYOUTS):
-        table.add_column(heading, justify="right")
+    table = new_table(
+        "", *LAYOUTS, title=f"Milliseconds of a step on {args.ranks} ranks, and Paceline's / theirs"
+    )
     own, ratios, targets = found["paceline"]["step_s"], {}, []
     for name, one in found.items():
         if one["error"]:
@@ -106,9 +99,7 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, dict[str, Any]]) -
         name: {layout: spread(times) for layout, times in one["step_s"].items()}
         for name, one in found.items()
     }
-    finish(
-        "peers", args, facts, measurements=found, medians=medians, ratios=ratios, targets=targets
-    )
+    finish(args, found, medians, ratios, targets)
 
 
 if __name__ == "__main__":

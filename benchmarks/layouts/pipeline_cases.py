@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, run, spread, target
+from common import BIN, SCRIPTS, console, finish, options, run, target, with_rounds
 from rich.table import Table
 
 CASES = {
@@ -33,30 +33,19 @@ def main() -> None:
     parser = options("pipeline_cases", __doc__ or "", repeats=1)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
-    facts = machine()
     found: dict[str, Any] = {
         case: {side: outcome(side, case) for side in SIDES} for case in args.cases
     }
-    table = Table(title="Cases of pipelines")
-    for heading in ("case", *SIDES):
-        table.add_column(heading)
+    table = Table("case", *SIDES, title="Cases of pipelines")
     for case, sides in found.items():
         table.add_row(CASES[case], *(sides[side]["outcome"] for side in SIDES))
     console.print(table)
     wrong = [float(sum(of["paceline"]["outcome"] != "right" for of in found.values()))]
-    ratios = {"cases that are not right": {"rounds": wrong, **spread(wrong)}}
+    ratios = {"cases that are not right": with_rounds(wrong)}
     targets = [
         target("cases that Paceline does not train right", 0.0, ratios["cases that are not right"])
     ]
-    finish(
-        "pipeline_cases",
-        args,
-        facts,
-        measurements=found,
-        medians={},
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, found, {}, ratios, targets)
 
 
 def outcome(side: str, case: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, run, spread, target
+from common import BIN, SCRIPTS, console, finish, options, run, spread, target, with_rounds
 from rich.table import Table
 
 from paceline.cost.pipeline import idle_share
@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--sleep-ms", type=float, default=25.0, help="of a forward")
     args = parser.parse_args()
-    facts = machine()
     idle: dict[str, list[float]] = {}
     formula: dict[str, float] = {}
     for stages in args.stages:
@@ -38,28 +37,26 @@ def main() -> None:
             key = f"{schedule}, {stages} stages, {count} micro-batches"
             idle[key] = [1 - computing / seconds for computing, seconds in times]
             formula[key] = idle_share(schedule, stages, int(count))
-    table = Table(title="Idle share of a step, median (quartiles)")
-    for heading in ("pipeline", "measured", "formula"):
-        table.add_column(heading)
+    table = Table(
+        "pipeline", "measured", "formula", title="Idle share of a step, median (quartiles)"
+    )
     for key, values in idle.items():
         s = spread(values)
         measured = f"{s['median']:.1%} ({s['q1']:.1%}-{s['q3']:.1%})"
         table.add_row(key, measured, f"{formula[key]:.1%}")
     console.print(table)
     differences = {k: [abs(v - formula[k]) for v in values] for k, values in idle.items()}
-    ratios = {key: {"rounds": values, **spread(values)} for key, values in differences.items()}
+    ratios = {key: with_rounds(values) for key, values in differences.items()}
     targets = [
         target(f"{key}: idle share differs from the formula by at most {LIMIT}", LIMIT, ratios[key])
         for key in idle
     ]
     finish(
-        "pipeline_idle",
         args,
-        facts,
-        measurements=idle,
-        medians={key: {"idle": spread(values)} for key, values in idle.items()},
-        ratios=ratios,
-        targets=targets,
+        idle,
+        {key: {"idle": spread(values)} for key, values in idle.items()},
+        ratios,
+        targets,
         formula=formula,
     )
 

@@ -22,13 +22,13 @@ from common import (
     SCRIPTS,
     console,
     finish,
-    machine,
     options,
     ratio,
     rounds,
     run,
     spread,
     target,
+    with_rounds,
 )
 from rich.table import Table
 
@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4096, help="of a batch, on all stages")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
     args = parser.parse_args()
-    facts = machine()
     seconds: dict[str, list[float]] = {}
     alternatives = [ALONE, BOTH] + [
         f"{schedule} {count}" for schedule in args.schedules for count in args.micro_batches
@@ -57,29 +56,26 @@ def main() -> None:
         for name in order:
             seconds.setdefault(name, []).append(measure(args, name))
     reached: dict[str, Any] = {}
-    table = Table(title="Speed-up of two stages, median")
-    for heading in ("pipeline", "speed-up", "the formula allows", "reached"):
-        table.add_column(heading)
+    headings = ("pipeline", "speed-up", "the formula allows", "reached")
+    table = Table(*headings, title="Speed-up of two stages, median")
     for name in alternatives[2:]:
         schedule, count = name.split()
         allowed = STAGES * (1 - idle_share(schedule, STAGES, int(count)))
         pairs = zip(seconds[ALONE], seconds[name], strict=True)
         values = [two / (one / allowed) for one, two in pairs]
         key = f"{schedule}, {count} micro-batches"
-        reached[key] = {"rounds": values, **spread(values)}
+        reached[key] = with_rounds(values)
         median = reached[key]["median"]
         table.add_row(key, f"{allowed / median:.2f}", f"{allowed:.2f}", f"{1 / median:.1%}")
     console.print(table)
     slower = ratio(seconds[BOTH], seconds[ALONE])
     console.print(f"a process takes {slower['median']:.2f} times as long if both cores compute")
     finish(
-        "pipeline_speed",
         args,
-        facts,
-        measurements=seconds,
-        medians={name: {"step": spread(values)} for name, values in seconds.items()},
-        ratios=reached | {"both cores / one process": slower},
-        targets=[
+        seconds,
+        {name: {"step": spread(values)} for name, values in seconds.items()},
+        reached | {"both cores / one process": slower},
+        [
             target(f"{key}: seconds of a step, of those that the formula allows", LIMIT, of)
             for key, of in reached.items()
         ],

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
-from common import console, finish, machine, options, ratio, rounds, run, spread, target
+from common import console, finish, options, ratio, rounds, run, spread, target
 from rich.table import Table
 from torch import nn
 
@@ -37,16 +37,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--searched", type=int, default=4, help="blocks of the exhaustive search")
     args = parser.parse_args()
-    facts = machine()
     batch = torch.randn(8, 64, args.width)
     step_times = half_of_the_memory(args, batch)
     measurements: dict[str, Any] = {**step_times}
     ratios = {"auto / plain": ratio(step_times["auto"], step_times["plain"])}
     claim = "step at half of the activations' memory"
     targets = [target(claim, LIMIT, ratios["auto / plain"])]
-    table = Table(title=f"All choices of {args.searched} blocks, and auto's")
-    for heading in ("budget", "auto's choice", "fastest choice", "auto / fastest"):
-        table.add_column(heading)
+    headings = ("budget", "auto's choice", "fastest choice", "auto / fastest")
+    table = Table(*headings, title=f"All choices of {args.searched} blocks, and auto's")
     searched = Searched(args.searched, args.width, batch)
     measurements["search"] = searched.measure(3)
     for share in SHARES:
@@ -66,15 +64,7 @@ def main() -> None:
         table.add_row(f"{share:.0%}", *shown)
     console.print(table)
     medians = {name: spread(values) for name, values in step_times.items()}
-    finish(
-        "recomputation",
-        args,
-        facts,
-        measurements=measurements,
-        medians=medians,
-        ratios=ratios,
-        targets=targets,
-    )
+    finish(args, measurements, medians, ratios, targets)
 
 
 def half_of_the_memory(args: Any, batch: torch.Tensor) -> dict[str, list[float]]:

@@ -15,9 +15,7 @@ this one:
 It takes 3 minutes. Without ``--python`` only Paceline runs.
 """
 
-import json
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
     BIN,
+    OUT,
     SCRIPTS,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     spread,
@@ -54,7 +53,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a round, default 4")
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 2], help="default 1 2")
     args = parser.parse_args()
-    facts = machine()
     names = ["paceline", "shardtensor"] if args.python else ["paceline"]
     layers = {name: measure(args, name, "layers") for name in names}
     found: Found = {}
@@ -67,23 +65,18 @@ def main() -> None:
                     found.setdefault(samples, {}).setdefault(name, {}).setdefault(key, []).append(
                         value
                     )
-    report(args, facts, layers, found)
+    report(args, layers, found)
 
 
 def measure(args: Any, name: str, what: str, *words: str) -> dict[str, Any]:
     """Run one implementation in processes of its own, and return what it writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        command = [SCRIPT, str(out), name, what, *words]
-        if name == "paceline":
-            launcher = [str(BIN / "paceline"), "run", "-n", "2"]
-        else:
-            launcher = ["timeout", "-k", "10", str(LIMIT_S), args.python]
-            if what == "steps":
-                launcher += ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        launch([*launcher, *command], OMP_NUM_THREADS="1")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    launcher = ["timeout", "-k", "10", LIMIT_S, args.python]
+    if name == "paceline":
+        launcher = [BIN / "paceline", "run", "-n", 2]
+    elif what == "steps":
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", 2]
+    command = [*launcher, SCRIPT, OUT, name, what, *words]
+    return dict(result_of(command, OMP_NUM_THREADS="1"))
 
 
 def verdict(of: dict[str, Any]) -> str:
@@ -94,7 +87,7 @@ def verdict(of: dict[str, Any]) -> str:
     return "right to 1e-7" if of["difference"] <= CLOSE else "wrong"
 
 
-def report(args: Any, facts: dict[str, Any], layers: dict[str, Any], found: Found) -> None:
+def report(args: Any, layers: dict[str, Any], found: Found) -> None:
     """Print the tables and the reasons, and write the JSON."""
     verdicts = {name: [verdict(of) for of in one["layers"]] for name, one in layers.items()}
     show_layers(layers, verdicts)
@@ -102,21 +95,28 @@ def report(args: Any, facts: dict[str, Any], layers: dict[str, Any], found: Foun
         samples: {name: {key: spread(one[key]) for key in MEASURES} for name, one in names.items()}
         for samples, names in found.items()
     }
-    table = Table(title=f"3-D U-Net on two ranks: medians of {args.repeats} rounds")
-    for heading in ("samples", "", "step, ms", "kept, MiB", "most, MiB"):
-        table.add_column(heading, justify="right")
+    headings = ("samples", "", "step, ms", "kept, MiB", "most, MiB")
+    table = new_table(*headings, title=f"3-D U-Net on two ranks: medians of {args.repeats} rounds")
     for samples, names in medians.items():
         for name, one in names.items():
             sizes = [f"{one[key]['median'] / 2**20:.2f}" for key in ("kept_bytes", "peak_bytes")]
             table.add_row(samples, name, f"{one['step_s']['median'] * 1e3:.1f}", *sizes)
     console.print(table)
     refused = sum(one != "right" for one in verdicts["paceline"])
-    targets = [counted("layers and networks that Paceline does not compute rightly", 0, refused)]
+    targets = [
+        target("layers and networks that Paceline does not compute rightly", 0, [refused], True)
+    ]
     ratios: dict[str, Any] = {}
     if "shardtensor" in verdicts:
         right = [Counter(verdicts[name])["right"] for name in ("shardtensor", "paceline")]
-        targets.append(counted("right layers and networks, ShardTensor / Paceline", 1.0,
-                               right[0] / right[1]))  # fmt: skip
+        targets.append(
+            target(
+                "right layers and networks, ShardTensor / Paceline",
+                1.0,
+                [right[0] / right[1]],
+                True,
+            )
+        )
         for samples, names in found.items():
             ratios[samples] = {}
             for key, what in MEASURES.items():
@@ -125,26 +125,20 @@ def report(args: Any, facts: dict[str, Any], layers: dict[str, Any], found: Foun
                 claim = f"{what}, {samples}, Paceline / ShardTensor"
                 targets.append(target(claim, 1.0, of))
     measurements = {"layers": layers, "verdicts": verdicts, "steps": found}
-    finish("spatial_peers", args, facts, measurements=measurements, medians=medians, ratios=ratios,
-           targets=targets)  # fmt: skip
-
-
-def counted(claim: str, limit: float, value: float) -> dict[str, Any]:
-    return target(claim, limit, {"median": value, "rounds": [value]}, counted=True)
+    finish(args, measurements, medians, ratios, targets)
 
 
 def show_layers(layers: dict[str, Any], verdicts: dict[str, list[str]]) -> None:
-    table = Table(title="Layers and networks in float64 on two ranks")
-    for heading in ("layer", "shape", *layers):
-        table.add_column(heading)
+    table = Table("layer", "shape", *layers, title="Layers and networks in float64 on two ranks")
     for number, of in enumerate(layers["paceline"]["layers"]):
         shape = " x ".join(map(str, of["shape"]))
         table.add_row(of["layer"], shape, *(one[number] for one in verdicts.values()))
     console.print(table)
     for name, one in verdicts.items():
         counts = ", ".join(f"{count} {what}" for what, count in Counter(one).items())
-        versions = ", ".join(f"{what} {version}" for what, version in
-                             layers[name]["versions"].items())  # fmt: skip
+        versions = ", ".join(
+            f"{what} {version}" for what, version in layers[name]["versions"].items()
+        )
         console.print(f"{name} ({versions}): {counts}", highlight=False)
         for of in layers[name]["layers"]:
             if "error" in of:

@@ -7,15 +7,23 @@ bytes of PyTorch's allocator. With one sample, PyTorch computes many layers of t
 without oneDNN (``parallel/spatial/convolution.py``); with two samples it uses oneDNN for all.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, launch, machine, options, ratio, spread, target
-from rich.table import Table
+from common import (
+    OUT,
+    console,
+    finish,
+    new_table,
+    on_ranks,
+    options,
+    ratio,
+    result_of,
+    spread,
+    target,
+)
 
 STEP_LIMIT, MEMORY_LIMIT, EXPOSED_LIMIT = 0.58, 0.525, 0.05
 
@@ -26,19 +34,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    facts = machine()
     found = {
         f"{count} x {size}^3": measure(size, args.width, args.repeats, count)
         for count in args.samples
         for size in args.sizes
     }
-    table = Table(title=f"Step of a 3-D U-Net, {args.repeats} rounds")
     headings = (
-        *("samples", "whole, s", "half, s", "of whole", "of its processor time", "exposed"),
-        *("no overlap", "kept, MiB", "of whole"),
+        *(
+            *("samples", "whole, s", "half, s", "of whole", "of its processor time", "exposed"),
+            *("no overlap", "kept, MiB", "of whole"),
+        ),
     )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = new_table(*headings, title=f"Step of a 3-D U-Net, {args.repeats} rounds")
     medians, results, targets = {}, {}, []
     for size, of in found.items():
         times, memory = of["step_s"], of["kept_bytes"]
@@ -62,28 +69,16 @@ def main() -> None:
         results[size] |= {"exposed": exposed, "waiting": waiting}
         targets.append(target(f"step of halves of {size}, of the whole", STEP_LIMIT, step))
         targets.append(target(f"halos exposed of {size}, of the step", EXPOSED_LIMIT, exposed))
-        peak = {"median": share, "rounds": [share]}
+        peak = [share]
         targets.append(target(f"memory of halves of {size}, of the whole", MEMORY_LIMIT, peak))
     console.print(table)
-    finish(
-        *("spatial_time", args, facts),
-        measurements=found,
-        medians=medians,
-        ratios=results,
-        targets=targets,
-    )
+    finish(args, found, medians, results, targets)
 
 
 def measure(size: int, width: int, rounds: int, samples: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        given = ["--size", str(size), "--width", str(width), "--rounds", str(rounds)]
-        given += ["--samples", str(samples)]
-        script = str(SCRIPTS / "layouts/spatial_steps.py")
-        command = [str(BIN / "paceline"), "run", "-n", "2", script, str(out), *given]
-        launch(command, OMP_NUM_THREADS="1")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    given = ["--size", size, "--width", width, "--rounds", rounds, "--samples", samples]
+    command = on_ranks(2, "layouts/spatial_steps.py", OUT, *given)
+    return dict(result_of(command, OMP_NUM_THREADS="1"))
 
 
 if __name__ == "__main__":

@@ -3,29 +3,26 @@ takes at most 0.62 of that of one rank, one thread each, and each rank holds hal
 within 2 %.
 """
 
-import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import (
-    BIN,
-    SCRIPTS,
+    OUT,
     console,
     finish,
-    launch,
-    machine,
+    new_table,
+    on_ranks,
     options,
     ratio,
+    result_of,
     rounds,
     run,
     spread,
     target,
 )
-from rich.table import Table
 
 STEP_LIMIT, PARAMETER_LIMIT = 0.62, 0.51
 JOBS = {  # ranks, layout, exchange
@@ -42,7 +39,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2, help="of each round, after the first one")
     args = parser.parse_args()
-    facts = machine()
     times: dict[str, list[float]] = {job: [] for job in JOBS}
     sizes: dict[str, list[float]] = {job: [] for job in JOBS}
     for order in rounds(list(JOBS), args.repeats):
@@ -50,29 +46,22 @@ def main() -> None:
             found = measure(job, args)
             times[job].append(statistics.median(found["step_s"]))
             sizes[job].append(found["parameter_bytes"])
-    report(args, facts, times, sizes)
+    report(args, times, sizes)
 
 
 def measure(job: str, args: Any) -> dict[str, Any]:
     ranks, layout, exchange = JOBS[job]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        given = {name: getattr(args, name) for name in ("width", "layers", "batch", "steps")}
-        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        environment = {"OMP_NUM_THREADS": "1"} | (
-            {"PACELINE_EXCHANGE": exchange} if exchange else {}
-        )
-        script = str(SCRIPTS / "layouts/tensor_steps.py")
-        start = [str(BIN / "paceline"), "run", "-n", str(ranks)]
-        launch([*start, script, str(out), "--layout", layout, *words], **environment)
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    given = {name: getattr(args, name) for name in ("width", "layers", "batch", "steps")}
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    environment = {"PACELINE_EXCHANGE": exchange} if exchange else {}
+    command = on_ranks(ranks, "layouts/tensor_steps.py", OUT, "--layout", layout, *words)
+    return dict(result_of(command, OMP_NUM_THREADS="1", **environment))
 
 
-def report(args: Any, facts: dict[str, Any], times: Any, sizes: Any) -> None:
-    table = Table(title=f"Step of {args.layers} layers of {args.width} x {args.width}")
-    for heading in ("job", "step", "of one rank", "parameters of a rank"):
-        table.add_column(heading, justify="right")
+def report(args: Any, times: Any, sizes: Any) -> None:
+    headings = ("job", "step", "of one rank", "parameters of a rank")
+    title = f"Step of {args.layers} layers of {args.width} x {args.width}"
+    table = new_table(*headings, title=title)
     ratios: dict[str, Any] = {}
     targets = []
     for job in JOBS:
@@ -88,12 +77,13 @@ def report(args: Any, facts: dict[str, Any], times: Any, sizes: Any) -> None:
             ]
     console.print(table)
     measurements = {"step_s": times, "parameter_bytes": sizes}
-    found = {
-        "medians": {job: {"step_s": spread(values)} for job, values in times.items()},
-        "ratios": ratios,
-        "targets": targets,
-    }
-    finish("tensor_time", args, facts, measurements=measurements, **found)
+    finish(
+        args,
+        measurements,
+        {job: {"step_s": spread(values)} for job, values in times.items()},
+        ratios,
+        targets,
+    )
 
 
 if __name__ == "__main__":

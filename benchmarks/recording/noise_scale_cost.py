@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, launch, machine, options, run, spread, target
+from common import BIN, SCRIPTS, console, finish, launch, options, run, spread, target, with_rounds
 
 LIMIT = 0.005
 
@@ -24,22 +24,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="before the pairs, default 600")
     parser.add_argument("--pairs", type=int, default=200, help="of a round, default 200")
     args = parser.parse_args()
-    facts = machine()
     found = []
     for number in range(args.repeats):
         with console.status(f"round {number + 1} of {args.repeats}"):
             found.append(measured(args))
     costs = [of_round(ranks) for ranks in found]
-    share = {"rounds": [one["share"] for one in costs], **spread([one["share"] for one in costs])}
+    share = with_rounds([one["share"] for one in costs])
     medians = {key: spread([one[key] for one in costs]) for key in costs[0]}
     for key, of in medians.items():
         console.print(f"{key}: {of['median']:.4g} ({of['q1']:.4g} to {of['q3']:.4g})")
     finish(
-        *("noise_scale_cost", args, facts),
-        measurements=costs,
-        medians=medians,
-        ratios={"share": share},
-        targets=[target("the gradient noise scale: share of a step", LIMIT, share)],
+        args,
+        costs,
+        medians,
+        {"share": share},
+        [target("the gradient noise scale: share of a step", LIMIT, share)],
     )
 
 
@@ -49,7 +48,7 @@ def measured(args: Any) -> list[dict[str, Any]]:
         words = [SCRIPTS / "recording/noise_steps.py", path, args.batch, args.steps, args.pairs]
         record = ["--record", Path(folder) / "record"]
         command = [BIN / "paceline", "run", "-n", 2, "--threads", 1, *record, *words]
-        launch(list(map(str, command)))
+        launch(command)
         return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(2)]
 
 

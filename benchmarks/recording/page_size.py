@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, console, finish, launch, machine, options, run, spread, target
+from common import BIN, console, finish, launch, new_table, options, run, spread, target
 from playwright.sync_api import sync_playwright
 from report_size import simulated, write
 from rich.progress import track
-from rich.table import Table
 
 MEGABYTES, SECONDS = 10.0, 3.0
 WHAT = {
@@ -45,14 +44,13 @@ def main() -> None:
     if args.quick:
         args.ranks, args.steps = 8, 20
     chromium = shutil.which("chromium") or parser.error("needs chromium: make test-packages")
-    facts = machine()
     with tempfile.TemporaryDirectory() as name:
         folder, page = Path(name) / "record", Path(name) / "page.html"
         folder.mkdir()
         write(folder, args.ranks, *simulated(args.ranks, args.steps, args.ranks, buckets=1))
         turns = track(range(args.repeats), "page size", transient=True)
         found = [measure(folder, page, chromium) for _ in turns]
-    report(args, facts, found)
+    report(args, found)
 
 
 def measure(folder: Path, page: Path, chromium: str) -> dict[str, float]:
@@ -75,33 +73,25 @@ def measure(folder: Path, page: Path, chromium: str) -> dict[str, float]:
     }
 
 
-def report(args: Any, facts: dict[str, Any], found: list[dict[str, float]]) -> None:
+def report(args: Any, found: list[dict[str, float]]) -> None:
     rounds = {name: [one[name] for one in found] for name in WHAT}
     medians = {name: spread(values) for name, values in rounds.items()}
-    table = Table(title=f"Page of {args.ranks} ranks of {args.steps} steps, {args.repeats} rounds")
-    table.add_column("what")
-    table.add_column("median (quartiles)", justify="right")
+    headings = ("what", "median (quartiles)")
+    title = f"Page of {args.ranks} ranks of {args.steps} steps, {args.repeats} rounds"
+    table = new_table(*headings, title=title)
     for name, label in WHAT.items():
         m = medians[name]
         table.add_row(label, f"{m['median']:.2f} ({m['q1']:.2f}-{m['q3']:.2f})")
     console.print(table)
     size = f"the page of {args.ranks} ranks of {args.steps} steps"
     targets = [
-        target(f"{size} {claim}", limit, {"rounds": rounds[name], **medians[name]})
+        target(f"{size} {claim}", limit, rounds[name])
         for name, claim, limit in (
             ("megabytes", f"has at most {MEGABYTES:g} MB", MEGABYTES),
             ("open_s", f"opens in at most {SECONDS:g} s", SECONDS),
         )
     ]
-    finish(
-        "page_size",
-        args,
-        facts,
-        measurements=found,
-        medians=medians,
-        ratios={},
-        targets=targets,
-    )
+    finish(args, found, medians, {}, targets)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from common import (
     cost_table,
     finish,
     launch,
-    machine,
     options,
     ratio,
     rounds,
@@ -56,11 +55,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.steps, args.warmup = 1, 3, 1
-    facts = machine()
     order = [name for names in rounds(list(MEANING), args.repeats) for name in names]
     with console.status("recording cost"):
         ranks = measure(order, args)
-    report(args, facts, ranks)
+    report(args, ranks)
 
 
 def measure(order: list[str], args: Any) -> list[dict[str, Any]]:
@@ -94,7 +92,7 @@ def middle(value: Any) -> float:
     return statistics.median(value) if isinstance(value, list) else value
 
 
-def report(args: Any, facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def report(args: Any, ranks: list[dict[str, Any]]) -> None:
     values = {what: {name: by_round(ranks, name, what) for name in MEANING} for what in TIMES}
     ratios = {
         what: {name: ratio(found, of[BASE]) for name, found in of.items()}
@@ -118,9 +116,8 @@ def report(args: Any, facts: dict[str, Any], ranks: list[dict[str, Any]]) -> Non
         for what in TIMES
     ]
     claim = f"an event is written in at most {EVENT_US:g} µs"
-    targets.append(target(claim, EVENT_US, {"rounds": event_us, **medians["event_us"]}))
-    result = {"measurements": ranks, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("recording_cost", args, facts, **result)
+    targets.append(target(claim, EVENT_US, event_us))
+    finish(args, ranks, medians, ratios, targets)
 
 
 def show(args: Any, medians: dict[str, Any], ratios: dict[str, Any]) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import SCRIPTS, console, finish, launch, machine, options, run, spread, target
+from common import SCRIPTS, console, finish, launch, new_table, options, run, spread, target
 from rich.progress import track
-from rich.table import Table
 
 from paceline.analyze.records.read_record import EVENT_DTYPE
 from paceline.record.ring.ring import (
@@ -63,7 +62,6 @@ def main() -> None:
     args.members = args.members or args.ranks
     if args.ranks % args.members:
         parser.error("--ranks must be a multiple of --members")
-    facts = machine()
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name) / "record"
@@ -71,7 +69,7 @@ def main() -> None:
         write(folder, args.members, *simulated(args.ranks, args.steps, args.members))
         turns = track(range(args.repeats), "report size", transient=True)
         found = [measure(folder, args) for _ in turns]
-    report(args, facts, found)
+    report(args, found)
 
 
 def simulated(
@@ -144,8 +142,8 @@ def write(folder: Path, members: int, start: np.ndarray, end: np.ndarray) -> Non
 def measure(folder: Path, args: Any) -> dict[str, Any]:
     """Seconds, gigabytes and the seconds of each part of one report."""
     output, figures = folder.parent / "report.json", folder.parent / "figures.json"
-    command = [sys.executable, str(SCRIPTS / "recording/report_parts.py")]
-    start, end = launch([*command, *map(str, (folder, output, figures))], OMP_NUM_THREADS="1")
+    script = SCRIPTS / "recording/report_parts.py"
+    start, end = launch([sys.executable, script, folder, output, figures], OMP_NUM_THREADS="1")
     whole, told = json.loads(output.read_text()), json.loads(figures.read_text())
     assert len(whole["ranks"]) == args.ranks, "the report leaves ranks out"
     assert whole["events"] == args.ranks * args.steps * len(STEP), "the report leaves events out"
@@ -156,14 +154,14 @@ def measure(folder: Path, args: Any) -> dict[str, Any]:
     return {"seconds": end - start, "cpu_seconds": cpu, "gigabytes": memory, "parts": parts}
 
 
-def report(args: Any, facts: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def report(args: Any, found: list[dict[str, Any]]) -> None:
     rounds = {name: [one[name] for one in found] for name in WHAT}
     by_part = {part: spread([one["parts"][part] for one in found]) for part in found[0]["parts"]}
     medians = {**{name: spread(values) for name, values in rounds.items()}, "parts": by_part}
     events = args.steps * len(STEP)
-    table = Table(title=f"Report of {args.ranks} ranks of {events} events, {args.repeats} rounds")
-    table.add_column("what")
-    table.add_column("median (quartiles)", justify="right")
+    headings = ("what", "median (quartiles)")
+    title = f"Report of {args.ranks} ranks of {events} events, {args.repeats} rounds"
+    table = new_table(*headings, title=title)
     rows = [(label, medians[name]) for name, label in WHAT.items()]
     rows += [(f"  {part}, s", times) for part, times in by_part.items()]
     for what, m in rows:
@@ -174,12 +172,11 @@ def report(args: Any, facts: dict[str, Any], found: list[dict[str, Any]]) -> Non
         target(
             f"the report of {args.ranks} ranks of {events} events takes at most {limit:g} {name}",
             limit,
-            {"rounds": rounds[name], **medians[name]},
+            rounds[name],
         )
         for name, limit in goals
     ]
-    result = {"measurements": found, "medians": medians, "ratios": {}, "targets": targets}
-    finish("report_size", args, facts, **result)
+    finish(args, found, medians, {}, targets)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from common import (
     cost_cells,
     cost_table,
     finish,
-    machine,
     options,
     ratio,
     rounds,
@@ -62,11 +61,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.seconds = 1, 1.0
-    facts = machine()
     order = [name for names in rounds(list(MEANING), args.repeats) for name in names]
     with console.status("cost of looking"):
         blocks = measure(order, args)
-    report(args, facts, blocks)
+    report(args, blocks)
 
 
 def measure(order: list[str], args: Any) -> list[dict[str, Any]]:
@@ -174,7 +172,7 @@ def steps(stamps: list[Any], start: int, end: int) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def report(args: Any, facts: dict[str, Any], blocks: list[dict[str, Any]]) -> None:
+def report(args: Any, blocks: list[dict[str, Any]]) -> None:
     def of(name: str, what: str) -> list[float]:
         return [block[what] for block in blocks if block["name"] == name]
 
@@ -191,8 +189,7 @@ def report(args: Any, facts: dict[str, Any], blocks: list[dict[str, Any]]) -> No
         for name in WORDS
         for what in TIMES
     ]
-    result = {"measurements": blocks, "medians": medians, "ratios": ratios, "targets": targets}
-    finish("top_cost", args, facts, **result)
+    finish(args, blocks, medians, ratios, targets)
 
 
 def show(args: Any, medians: dict[str, Any], ratios: dict[str, Any]) -> None:
@@ -200,8 +197,7 @@ def show(args: Any, medians: dict[str, Any], ratios: dict[str, Any]) -> None:
         f"Cost of looking at {args.ranks} ranks, {args.repeats} rounds of {args.seconds:g} "
         "s: median (quartiles)"
     )
-    table = cost_table(title, "who looks", TIMES)
-    table.add_column("its own processor time, % of a core", justify="right")
+    table = cost_table(title, "who looks", TIMES, "its own processor time, % of a core")
     for name, meaning in MEANING.items():
         cells = cost_cells(name, BASE, medians, ratios)
         own = f"{100 * medians['own_share'][name]['median']:.1f}" if name in WORDS else ""

@@ -11,7 +11,6 @@ computing, and the exchange is gloo's (with ``latency`` or ``per_mib``, on an em
 A benchmark that was ended goes on where it was (``--folder``, which hosts must share: not in /tmp).
 """
 
-import contextlib
 import statistics
 import sys
 import time
@@ -20,21 +19,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, console, finish, launch, machine, options, run
+from common import BENCHMARKS, console, finish, launch, options, run
+from emulated_hosts import bed, limit_links, open_hosts, require
 from planted_studies import Case, measure, open_study, study_of
 
 from paceline.analyze.scaling.forecast import COST_MODEL, predict_next
 from paceline.analyze.scaling.study_folder import store_predictions
 from paceline.analyze.scaling.study_model import STRONG, WEAK
 
-sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
-sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
-from bed import Hosts, missing
-
 FITTED, NEXT = (1, 2, 4), 8
 STEPS = 51
 MEDIAN, WORST = 0.10, 0.25
-CONGESTION, CORKING = "net.ipv4.tcp_congestion_control", "net.ipv4.tcp_autocorking"
+CORKING = "net.ipv4.tcp_autocorking"
 ON_HOSTS = "hosts"
 
 
@@ -106,20 +102,6 @@ def judge(folder: Path, case: Case) -> dict[str, Any]:
     }
 
 
-def narrow(hosts: Hosts, mbit: int) -> None:
-    """Limit what each host sends, with a congestion control that goes by losses.
-
-    Automatic corking is off: it waits for the queue that stands for the network, and so stops
-    messages of 64 KiB for 40 ms at times, which no network does.
-    """
-    for name in hosts.names[1:]:
-        hosts.run(name, "sysctl", "-q", "-w", f"{CONGESTION}=cubic", check=False)
-        hosts.run(name, "sysctl", "-q", "-w", f"{CORKING}=0", check=False)
-        hosts.run(name, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
-        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit"]
-        hosts.run(name, *shape, "burst", "128kb", "latency", "100ms")
-
-
 def study(folder: Path, case: Case, start: Callable[[list[str]], object]) -> dict[str, Any]:
     """Measure, predict, measure the next size, and compare."""
     open_study(folder, case, [*FITTED, NEXT], STEPS)
@@ -140,35 +122,36 @@ def main() -> None:
     args = parser.parse_args()
     every = [one for one in cases() if args.only in one.name]
     on_hosts = [one for one in every if one.mbit]
-    if on_hosts and missing():
-        sys.exit(f"this needs {', '.join(missing())}. HINT: make test-packages, and run as root")
-    facts, began = machine(), time.monotonic()
+    if on_hosts:
+        require(bed.missing())
+    began = time.monotonic()
     folder = Path(args.folder).absolute()
     results = [study(folder / one.name, one, launch) for one in every if not one.mbit]
     if on_hosts:
-        with contextlib.closing(Hosts(NEXT)) as hosts:
+        with open_hosts(NEXT) as hosts:
 
             def start(command: list[str]) -> object:
                 return hosts.run("host0", *command, timeout=600)
 
             for one in on_hosts:
-                narrow(hosts, one.mbit)
+                for name in hosts.names[1:]:
+                    # Corking waits for the queue of tc, which can delay 64 KiB by 40 ms.
+                    hosts.run(name, "sysctl", "-q", "-w", f"{CORKING}=0", check=False)
+                limit_links(hosts, one.mbit)
                 results.append(study(folder / one.name, one, start))
     errors = [abs(one["models"][COST_MODEL]["error"]) for one in results]
     inside = sum(one["models"][COST_MODEL]["inside"] for one in results)
     finish(
-        "next_size",
         args,
-        facts,
-        measurements={one["case"]: one for one in results},
-        medians={"error": statistics.median(errors), "worst error": max(errors)},
-        ratios={},
-        seconds=time.monotonic() - began,
-        inside=f"{inside} of {len(results)}",
-        targets=[
+        {one["case"]: one for one in results},
+        {"error": statistics.median(errors), "worst error": max(errors)},
+        {},
+        [
             _target("median error of the next size", statistics.median(errors), MEDIAN, errors),
             _target("worst error of the next size", max(errors), WORST, errors),
         ],
+        seconds=time.monotonic() - began,
+        inside=f"{inside} of {len(results)}",
     )
 
 

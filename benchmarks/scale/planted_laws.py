@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, console, finish, machine, options, run
+from common import BENCHMARKS, console, finish, options, run
 from planted_studies import (
     GLOBAL_BATCH,
     RANK_BATCH,
@@ -178,7 +178,6 @@ def main() -> None:
     parser.add_argument("--folder", default=str(BENCHMARKS / "out/scale/planted_laws"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
-    facts = machine()
     results, started = [], time.monotonic()
     every = [one for one in cases() if args.only in one.name]
     for case in every:
@@ -202,19 +201,17 @@ def main() -> None:
     inside = sum(bool(one["inside"]) for one in parameters)
     wrong, outside = len(results) - right, len(parameters) - inside
     finish(
-        "planted_laws",
         args,
-        facts,
-        measurements={one["case"]: one for one in results},
-        medians={},
-        ratios={},
-        seconds=time.monotonic() - started,
-        targets=[
+        {one["case"]: one for one in results},
+        {},
+        {},
+        [
             share_target("the named reason is not the planted one", wrong, len(results), 0.05),
             share_target(
                 "a planted parameter is outside its interval", outside, len(parameters), 0.1
             ),
         ],
+        seconds=time.monotonic() - started,
     )
 
 

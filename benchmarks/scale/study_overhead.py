@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BENCHMARKS, BIN, finish, launch, machine, options, ratio, run, spread, target
+from common import BENCHMARKS, BIN, finish, launch, options, ratio, run, spread, target
 
 from paceline.analyze.scaling.study_folder import read_study
 
@@ -50,22 +50,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=2.0, help="of each study")
     parser.add_argument("--batch", type=int, default=512)
     args = parser.parse_args()
-    facts, began = machine(), time.monotonic()
+    began = time.monotonic()
     rounds: list[dict[str, Any]] = [study(args.minutes, args.batch) for _ in range(args.repeats)]
     runs = [one["runs"] for one in rounds]
     added = ratio([one["total"] - one["runs"] for one in rounds], runs)
     finish(
-        "study_overhead",
         args,
-        facts,
-        measurements=rounds,
-        medians={name: spread([one[name] for one in rounds]) for name in PARTS},
-        ratios={
+        rounds,
+        {name: spread([one[name] for one in rounds]) for name in PARTS},
+        {
             "added / runs": added,
             "between / runs": ratio([one["between"] for one in rounds], runs),
         },
+        [target("the study's own time over that of its runs", LIMIT, added)],
         seconds=time.monotonic() - began,
-        targets=[target("the study's own time over that of its runs", LIMIT, added)],
     )
 
 

@@ -175,12 +175,11 @@ def measure(which: str, seeds: int) -> list[float]:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from common import console, finish, machine, options, ratio, spread, target
+    from common import console, finish, options, ratio, spread, target
 
     parser = options("asha", __doc__ or "", repeats=40)
     parser.add_argument("--ray-python", required=True, help="Python with ray[tune]")
     args = parser.parse_args()
-    facts = machine()
     words = [args.ray_python, __file__, "--measure", "ray", str(args.repeats)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     measured = {
@@ -190,13 +189,11 @@ def main() -> None:
     found = ratio(measured["paceline_s"], measured["ray_s"])
     console.print(f"processor time, Paceline to Ray: {found}")
     finish(
-        "asha",
         args,
-        facts,
-        measurements=measured,
-        medians={name: spread(values) for name, values in measured.items()},
-        ratios={"paceline to ray": found},
-        targets=[
+        measured,
+        {name: spread(values) for name, values in measured.items()},
+        {"paceline to ray": found},
+        [
             target(
                 "promotion needs at most 0.75 of the processor time of Ray's ASHA",
                 0.75,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, console, finish, machine, options, run, spread, target
+from common import BIN, console, finish, options, run, spread, target
 
 GOES_ON_LIMIT_S = 5.0
 MAX_LIFE_S = 6.0  # of a runner that is killed at any moment
@@ -56,7 +56,6 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    facts = machine()
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
         (folder / "trial.py").write_text(SCRIPT)
@@ -65,7 +64,7 @@ def main() -> None:
         console.print(f"killed {killed.count} times; now to the end")
         study = complete(folder)
         lost, twice = check(folder, study, args.trials)
-    report(args, facts, killed, lost, twice)
+    report(args, killed, lost, twice)
 
 
 @dataclass
@@ -156,7 +155,7 @@ def check(folder: Path, study: dict[str, Any], trials: int) -> tuple[int, int]:
     return lost, twice
 
 
-def report(args: Any, facts: dict[str, Any], killed: Killed, lost: int, twice: int) -> None:
+def report(args: Any, killed: Killed, lost: int, twice: int) -> None:
     console.print(f"{lost} trials lost or wrong, {twice} ran to their end twice")
     console.print(f"{killed.training} kills while a trial trained")
     console.print(f"the study went on after {statistics.median(killed.delays):.2f} s (median)")
@@ -176,20 +175,12 @@ def report(args: Any, facts: dict[str, Any], killed: Killed, lost: int, twice: i
         target(
             claim,
             limit,
-            {"rounds": measured[name], **spread(measured[name])},
+            measured[name],
             counted=name != "goes_on_s",
         )
         for claim, limit, name in claims
     ]
-    finish(
-        "kills",
-        args,
-        facts,
-        measurements=measured,
-        medians={name: spread(values) for name, values in measured.items()},
-        ratios={},
-        targets=targets,
-    )
+    finish(args, measured, {name: spread(values) for name, values in measured.items()}, {}, targets)
 
 
 if __name__ == "__main__":

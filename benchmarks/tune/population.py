@@ -25,7 +25,7 @@ import torch
 from sklearn.datasets import load_digits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import console, finish, machine, options, ratio, run, spread, target
+from common import console, finish, options, ratio, run, spread, target
 from rich.table import Table
 
 from paceline.study.tune.searches.registry import make_search
@@ -159,7 +159,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    facts = machine()
     measured: dict[str, list[float]] = {name: [] for name in ("population", *SCHEDULES)}
     with tempfile.TemporaryDirectory(prefix="population-") as name:
         for seed in range(args.repeats):
@@ -168,22 +167,19 @@ def main() -> None:
                 measured[schedule].append(fixed(data, seed, of))
             measured["population"].append(population(data, seed, Path(name)))
     best = min(SCHEDULES, key=lambda one: statistics.fmean(measured[one]))
-    table = Table(title=f"Test loss, {args.repeats} seeds; best fixed schedule: {best}")
-    for heading in ("arm", "mean", "seeds"):
-        table.add_column(heading)
+    headings = ("arm", "mean", "seeds")
+    table = Table(*headings, title=f"Test loss, {args.repeats} seeds; best fixed schedule: {best}")
     for arm, values in measured.items():
         shown = ", ".join(f"{value:.4f}" for value in values)
         table.add_row(arm, f"{statistics.fmean(values):.4f}", shown)
     console.print(table)
     ratios = {one: ratio(measured["population"], measured[one]) for one in SCHEDULES}
     finish(
-        "population",
         args,
-        facts,
-        measurements=measured,
-        medians={one: spread(values) for one, values in measured.items()},
-        ratios=ratios,
-        targets=[
+        measured,
+        {one: spread(values) for one, values in measured.items()},
+        ratios,
+        [
             target(
                 f"a population has a lower test loss than the best fixed schedule ({best})",
                 1.0,

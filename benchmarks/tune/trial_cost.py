@@ -21,18 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import (
-    BIN,
-    SCRIPTS,
-    console,
-    finish,
-    machine,
-    options,
-    ratio,
-    run,
-    spread,
-    target,
-)
+from common import BIN, SCRIPTS, console, finish, options, ratio, run, spread, target
 from rich.table import Table
 
 TRIAL_LIMIT_S, MEMORY_LIMIT_MIB, OPEN_LIMIT_S = 0.1, 80.0, 4.0
@@ -138,7 +127,6 @@ def main() -> None:
     parser.add_argument("--ray-python", help="Python with ray[tune]")
     parser.add_argument("--propulate-python", help="Python with propulate and mpi4py")
     args = parser.parse_args()
-    facts = machine()
     measured: dict[str, list[float]] = {"paceline_s": [], "plain_s": [], "open_s": []}
     memory: list[float] = []
     peers = {
@@ -164,7 +152,7 @@ def main() -> None:
             memory.append(peak)
         write_trials(folder / "open", args.open_trials)
         measured["open_s"] = [open_study(folder / "open") for _ in range(args.repeats)]
-    report(args, facts, measured, memory)
+    report(args, measured, memory)
 
 
 def run_study(folder: Path, trials: int) -> tuple[list[float], float]:
@@ -256,13 +244,9 @@ def open_study(folder: Path) -> float:
     return time.monotonic() - start
 
 
-def report(
-    args: Any, facts: dict[str, Any], measured: dict[str, list[float]], memory: list[float]
-) -> None:
+def report(args: Any, measured: dict[str, list[float]], memory: list[float]) -> None:
     medians = {name: spread(values) for name, values in measured.items() if values}
-    table = Table(title=f"Trials, {args.repeats} rounds")
-    for heading in ("figure", "median", "rounds"):
-        table.add_column(heading)
+    table = Table("figure", "median", "rounds", title=f"Trials, {args.repeats} rounds")
     for name, values in measured.items():
         shown = ", ".join(f"{value:.3f}" for value in values)
         table.add_row(name, f"{statistics.median(values):.3f}", shown)
@@ -276,18 +260,14 @@ def report(
     }
     every = {**measured, "memory_mib": memory}
     targets = [
-        target(claim, limit, {"rounds": every[name], **spread(every[name])})
-        for name, (claim, limit) in claims.items()
-        if every[name]
+        target(claim, limit, every[name]) for name, (claim, limit) in claims.items() if every[name]
     ]
     finish(
-        "trial_cost",
         args,
-        facts,
-        measurements=every,
-        medians=medians,
-        ratios={"paceline to plain": ratio(measured["paceline_s"], measured["plain_s"])},
-        targets=targets,
+        every,
+        medians,
+        {"paceline to plain": ratio(measured["paceline_s"], measured["plain_s"])},
+        targets,
     )
 
 

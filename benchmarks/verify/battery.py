@@ -36,7 +36,7 @@ from rich.table import Table
 from verdict import SCRIPT, Case, figures, line_of, read_answer
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import BENCHMARKS, BIN, console, machine, run
+from common import BENCHMARKS, BIN, console, machine, new_table, run
 
 ALL = "all"  # both halves
 RIGHT = "right"  # the kind of right scripts in --kinds
@@ -201,9 +201,8 @@ def selected(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
 
 def report(args: argparse.Namespace, cases: list[Case]) -> None:
     found = figures(cases)
-    table = Table(title=f"{len(cases)} cases, {args.half} half, seed {args.seed}")
-    for heading in ("", "measured", "of", "95 % interval", "target"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("", "measured", "of", "95 % interval", "target")
+    table = new_table(*headings, title=f"{len(cases)} cases, {args.half} half, seed {args.seed}")
     rows = (
         ("right script with exit code 1", "exit_right", "0"),
         ("wrong script with exit code 1", "exit_wrong", f">= {100 * MEASURED:.0f} %"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, rounds, run, spread, target
+from common import BIN, SCRIPTS, console, finish, options, rounds, run, spread, target
 
 LIMIT_S = 120.0
 SCRIPT = SCRIPTS / "verify" / "steady.py"
@@ -27,7 +27,6 @@ def main() -> None:
     parser = options("duration", __doc__ or "", repeats=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
-    facts = machine()
     step_s = measure_step()
     console.print(f"a step on one core takes {1000 * step_s:.1f} ms")
     times: dict[str, list[float]] = {str(ranks): [] for ranks in args.ranks}
@@ -40,17 +39,12 @@ def main() -> None:
             cpu_times[str(ranks)].append(cpu_s() - before)
             console.print(f"{ranks} ranks: {seconds:.1f} s, {cpu_times[str(ranks)][-1]:.1f} s CPU")
     targets = [
-        target(f"verify of {ranks} ranks within {LIMIT_S:.0f} s", LIMIT_S, found(values))
+        target(f"verify of {ranks} ranks within {LIMIT_S:.0f} s", LIMIT_S, values)
         for ranks, values in times.items()
     ]
     medians: dict[str, Any] = {ranks: spread(values) for ranks, values in times.items()}
     measured = {"step_s": step_s, "seconds": times, "cpu_seconds": cpu_times}
-    results = {"measurements": measured, "medians": medians, "ratios": {}, "targets": targets}
-    finish("duration", args, facts, **results)
-
-
-def found(values: list[float]) -> dict[str, Any]:
-    return {"rounds": values, **spread(values)}
+    finish(args, measured, medians, {}, targets)
 
 
 def cpu_s() -> float:

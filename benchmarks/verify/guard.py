@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, machine, options, run, spread
-from rich.table import Table
+from common import BIN, SCRIPTS, console, finish, new_table, options, run, spread
 
 from paceline.launch.guard.loss_guard import LossGuard
 from paceline.launch.guard.request import GuardRequest
@@ -49,7 +48,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for the runs, kept; default: temporary")
     args = parser.parse_args()
     kept = args.__dict__.pop("work")  # not a setting of the measurement
-    facts = machine()
     with tempfile.TemporaryDirectory() as temporary:
         work = kept or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
@@ -59,7 +57,7 @@ def main() -> None:
         for number, case in enumerate(cases):
             case |= replay(work / "runs", number, references[case["task"]])
         real = [run_really(case, references[case["task"]]) for case in choose(cases, args.real)]
-    report(args, facts, cases, real)
+    report(args, cases, real)
 
 
 def words_of(args: Any, task: str, seed: int, *more: str) -> list[str]:
@@ -174,10 +172,9 @@ def choose(cases: list[Case], count: int) -> list[Case]:
     return turns[:count]
 
 
-def report(args: Any, facts: dict[str, Any], cases: list[Case], real: list[Case]) -> None:
-    table = Table(title="Runs with a fault: steps until it was told")
-    for heading in ("model", "fault", "sets in at step", "told after", "of an epoch"):
-        table.add_column(heading, justify="right")
+def report(args: Any, cases: list[Case], real: list[Case]) -> None:
+    headings = ("model", "fault", "sets in at step", "told after", "of an epoch")
+    table = new_table(*headings, title="Runs with a fault: steps until it was told")
     epoch = STEPS_PER_EPOCH * 32 / args.batch
     healthy = [case for case in cases if case["fault"] == "none"]
     faults = [case for case in cases if case["fault"] != "none"]
@@ -227,19 +224,17 @@ def report(args: Any, facts: dict[str, Any], cases: list[Case], real: list[Case]
         },
     ]
     finish(
-        "guard",
         args,
-        facts,
-        measurements=cases,
-        real_runs=real,
-        medians={
+        cases,
+        {
             "of_an_epoch": figures,
             "by_fault": kinds,
             "loss_or_parameters_alone": spread(by_loss) if by_loss else {},
             "missed": sum(case["told_at"] is None for case in faults),
         },
-        ratios={},
-        targets=targets,
+        {},
+        targets,
+        real_runs=real,
     )
 
 
