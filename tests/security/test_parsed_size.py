@@ -120,7 +120,7 @@ def test_ordinary_json_is_parsed():
 # What processes of one job tell each other, and files of Paceline itself. All other JSON and TOML
 # passes through load_json and read_toml.
 OF_ONE_JOB = {
-    *("comm/", "world/", "study/", "knobs/", "launch/ranks/", "parallel/memory/measure.py"),
+    *("comm/", "world/", "study/", "knobs/", "launch/ranks/"),
     *("observe/", "record/experiments/", "checkpoint/saver.py"),
     *("data/staging/peer_transfer.py", "cost/catalogue.py", "security/overlay.py"),
 }
