@@ -19,8 +19,8 @@ from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from . import rules as rules  # registers them
 from .exchange import TensorAxis, scattered
 from .kinds import SEQUENCE, parse_kind, splits_of
+from .layer_rules import FoundRules, find_rules, kinds_from_rules
 from .parameters import Views, cut_states, divide_module
-from .rules_found import FoundRules, find_rules, kinds_from_rules
 from .split_tensor import SplitTensor
 from .splits import Split
 from .tensor_parallel_model import TensorParallelModel
