@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts/layouts"))
 import torch
+from allocator_peak import measure_growth
 from common import console, finish, options, ratio, rounds, run, spread, target
 from rich.table import Table
 from torch import nn
 
-from paceline.parallel.memory.measure import measure_growth
 from paceline.parallel.recompute.recomputation import GIB, recompute_blocks
 
 LIMIT = 1.20

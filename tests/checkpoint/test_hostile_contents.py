@@ -11,9 +11,9 @@ from stores import KeyStore
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from paceline.checkpoint.formats import dcp_folder
-from paceline.checkpoint.formats.dcp_folder import load_dcp, read_records
+from paceline.checkpoint import other_formats
 from paceline.checkpoint.manifest import DamagedCheckpointError
+from paceline.checkpoint.other_formats import load_dcp, read_records
 from paceline.checkpoint.pickle_stack import PickleError
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 from paceline.checkpoint.shared_state import SharedState
@@ -52,7 +52,7 @@ def test_hostile_metadata_is_refused_in_little_memory(bomb):
 
 
 def test_number_of_objects_in_metadata_is_limited(monkeypatch):
-    monkeypatch.setattr(dcp_folder, "MAX_OBJECTS", 100)
+    monkeypatch.setattr(other_formats, "MAX_OBJECTS", 100)
     with pytest.raises(PickleError, match="100 objects"):
         read_records(b"\x80\x02" + b"}" * 200 + b".")
 

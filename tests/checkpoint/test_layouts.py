@@ -9,8 +9,8 @@ import torch
 from ranks import run, write
 
 from paceline.checkpoint import checkpoint_folder
-from paceline.checkpoint.formats.dcp_folder import load_dcp
 from paceline.checkpoint.manifest import checksum
+from paceline.checkpoint.other_formats import load_dcp
 from paceline.checkpoint.saver import find_newest_valid, load_checkpoint
 from paceline.checkpoint.sharded_tensor import PieceError, SavedTensor, whole
 from paceline.checkpoint.shared_state import SharedState

@@ -277,9 +277,23 @@ def test_export_of_a_part_is_refused(tmp_path):
         assert "world.export: the layout divides the model" in str(error)
 
 
+class NormalizedSGD(torch.optim.SGD):
+    """Divides the gradients by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self):
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        for parameter in trained:
+            parameter.sub_(parameter.grad / norm, alpha=self.defaults["lr"])
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "needs"),
-    [(torch.optim.LBFGS, "pp2", "all parameters"), (torch.optim.Adafactor, "tp2", "whole par")],
+    [
+        *((torch.optim.LBFGS, "pp2", "all parameters"), (NormalizedSGD, "pp2", "all parameters")),
+        (torch.optim.Adafactor, "tp2", "whole par"),
+    ],
 )
 def test_optimizer_that_needs_more_than_a_part_is_refused(kind, layout, needs):
     def distribute(world):

@@ -12,12 +12,12 @@ import pytest
 import paceline
 from paceline.analyze.records.load_run import _read_label
 from paceline.analyze.reference.reference_file import read_reference
-from paceline.checkpoint.formats.tensor_files import MAX_HEADER_BYTES, read_safetensors
 from paceline.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_PARSED_MANIFEST_BYTES,
     read_manifest,
 )
+from paceline.checkpoint.other_formats import MAX_HEADER_BYTES, read_safetensors
 from paceline.cost.machine import machine_file, read_toml, write_toml
 from paceline.data.format.shard_format import load_meta
 from paceline.record.ring.header_schema import MAX_RANKS
@@ -120,7 +120,7 @@ def test_ordinary_json_is_parsed():
 # What processes of one job tell each other, and files of Paceline itself. All other JSON and TOML
 # passes through load_json and read_toml.
 OF_ONE_JOB = {
-    *("comm/", "world/", "study/", "knobs/", "launch/ranks/", "parallel/memory/measure.py"),
+    *("comm/", "world/", "study/", "knobs/", "launch/ranks/"),
     *("observe/", "record/experiments/", "checkpoint/saver.py"),
     *("data/staging/peer_transfer.py", "cost/catalogue.py", "security/overlay.py"),
 }

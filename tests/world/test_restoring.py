@@ -1,14 +1,19 @@
 """Restoring a state in the memory that a model and its optimizer have."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.checkpoint.sharded_tensor import SavedTensor, copy_into
-from paceline.parallel.memory.measure import measure_growth
 from paceline.world.restoring import load_part
+
+sys.path.append(str(Path(paceline.__file__).parents[2] / "benchmarks/scripts/layouts"))
+from allocator_peak import measure_growth
 
 
 def trained(seed):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from allocator_peak import measure_growth
 from torch import nn
 
 import paceline
@@ -23,7 +24,6 @@ from paceline.cost.layout_memory import (
     predict_layout,
 )
 from paceline.parallel.memory.choose import trace_model
-from paceline.parallel.memory.measure import measure_growth
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
 from paceline.world.layouts.distribution import tensor_bytes
 

@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+from allocator_peak import measure_peak
 from memory_models import DEVELOPED_WITH, KEPT_OUT
 
 from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import predict_layout
-from paceline.parallel.memory.measure import measure_peak
 from paceline.parallel.memory.trace import trace_step
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from allocator_peak import measure_growth
 from memory_of_layouts import MODELS, Build
 
 import paceline
-from paceline.parallel.memory.measure import measure_growth
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.world.layouts.distribution import tensor_bytes
 

@@ -14,9 +14,14 @@ import torch
 
 from . import checkpoint_folder
 from .checkpoint_folder import write_tensors
-from .formats.dcp_folder import is_dcp_folder, load_dcp
-from .formats.tensor_files import load_torch_file, read_safetensors, write_safetensors
 from .manifest import MANIFEST, DamagedCheckpointError
+from .other_formats import (
+    is_dcp_folder,
+    load_dcp,
+    load_torch_file,
+    read_safetensors,
+    write_safetensors,
+)
 from .saver import load_checkpoint
 from .shard_content import verify_checkpoint
 from .sharded_tensor import SavedTensor, whole

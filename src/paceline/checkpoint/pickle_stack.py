@@ -1,6 +1,6 @@
 """Stack and memo of an unpickler, for the readers of pickles that execute nothing.
 
-``manifest`` puts placeholders on the stack, and ``formats/dcp_folder`` the values themselves.
+``manifest`` puts placeholders on the stack, and ``other_formats`` the values themselves.
 """
 
 import pickletools

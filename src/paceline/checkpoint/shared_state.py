@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from . import state_tree
-from .shard_copies import PartPath, ShardDigests
+from .shard_copies import DIGEST_BYTES, PartPath, ShardDigests, add_tensor, tensor_digest
 from .sharded_tensor import (
     Copies,
     Piece,
@@ -27,7 +27,6 @@ from .sharded_tensor import (
     is_piece,
     is_sharded,
 )
-from .tensor_digest import DIGEST_BYTES, add_tensor, tensor_digest
 
 Add = Callable[[bytes], None]  # adds bytes to a digest
 

@@ -1,7 +1,7 @@
 """Rendezvous of ranks without MASTER_ADDR: under srun, mpirun, mpiexec, jsrun and flux.
 
 The name of rank 0's host is known from the launcher's environment variables, or its addresses are
-sent through PMI (comm.pmi). Rank 0 listens on the first free one of a few ports that are derived
+sent through PMI (``Pmi``). Rank 0 listens on the first free one of a few ports that are derived
 from the job's key. The other ranks connect to these ports until rank 0 answers with the address of
 the store. The store is bound to the one address at which the other ranks have reached rank 0.
 """

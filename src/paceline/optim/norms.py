@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from ..comm.group_device import exchangeable
+from ..comm.group_device import exchangeable, gather_equal
 
 NORMS = "'local', 'sync', 'ghost:32', 'group:8'"
 
@@ -28,18 +28,18 @@ class Exchange(Protocol):
         """Return the sum of the tensors of all ranks."""
 
 
-class WorldExchange:
-    """The exchange of all ranks of the default process group."""
+class GroupExchange:
+    """The exchange of the ranks of a process group; None: of all ranks."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        sent = exchangeable(row.contiguous())
-        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, sent)
-        return torch.stack(rows).to(row.device)
+        return torch.stack(gather_equal(row, self.group))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = exchangeable(tensor.contiguous())
-        dist.all_reduce(total)
+        total = exchangeable(tensor.contiguous(), self.group)
+        dist.all_reduce(total, group=self.group)
         return total.to(tensor.device)
 
 
@@ -61,7 +61,7 @@ class GlobalBatchNorm(_BatchNorm):
     def exchange(self) -> Exchange | None:
         """Return how ranks exchange statistics; None with one rank."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        return None if alone else WorldExchange()
+        return None if alone else GroupExchange()
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:

@@ -13,8 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .deferred import Recording, named_tensors, recording_of
-from .deferred_operators import View, draw, execute, needed, schedule, tensor_of, touched, view_of
+from .deferred import (
+    Recording,
+    View,
+    draw,
+    execute,
+    named_tensors,
+    needed,
+    recording_of,
+    schedule,
+    tensor_of,
+    touched,
+    view_of,
+)
 
 Keep = Callable[[str, torch.Tensor], None]
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..analyze.figures.noise_scale import NoiseScale, estimate_noise_scale
 from ..checkpoint.saver import CheckpointSaver
 from ..cluster.rank_identity import rank_identity
-from ..comm.rehearsal.install import is_rehearsed
+from ..comm.rehearsal.rehearsed_rank import is_rehearsed
 from ..data.sampling.batch_schedule import BatchSchedule as BatchSchedule
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
@@ -26,7 +26,7 @@ from ..optim.large_batches import RULES, scale_learning_rate
 from ..parallel.memory import out_of_memory
 from ..parallel.mesh import Mesh
 from ..parallel.strategy.training_step import Loss
-from ..parallel.tensor.named_dims import divide_dims as divide_dims
+from ..parallel.tensor.layer_rules import divide_dims as divide_dims
 from ..plurals import counted
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder

@@ -61,7 +61,7 @@ UNPICKLES = re.compile(
 ALLOWED = {
     "data/loading/workers.py": "what this process has pickled",
     "checkpoint/manifest.py": "weights_only=True, after check_pickle",
-    "checkpoint/formats/dcp_folder.py": "weights_only=True, after check_pickle",
+    "checkpoint/other_formats.py": "weights_only=True, after check_pickle",
     "observe/replays/stored_run.py": "what this run has stored in its private folder",
     "compat/horovod/torch/objects.py": "between ranks that have proved to be of the job",
     "compat/horovod/torch/elastic/state.py": "commits in the job's private folder",

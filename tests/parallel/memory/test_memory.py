@@ -1,13 +1,19 @@
 """Memory of a step, traced with fake tensors, against PyTorch's CPU allocator."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import predict_layout
-from paceline.parallel.memory.measure import measure_peak
 from paceline.parallel.memory.trace import TrainingStep, blocks_of, trace_step
+
+sys.path.append(str(Path(paceline.__file__).parents[2] / "benchmarks/scripts/layouts"))
+from allocator_peak import measure_peak
 
 
 def perceptron():

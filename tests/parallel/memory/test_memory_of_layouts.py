@@ -1,9 +1,13 @@
 """Prediction for a model of the user: copies without data, and the choice of a layout."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import LAYOUTS
 from paceline.parallel.fake_tensors import OneFakeMode
@@ -13,10 +17,12 @@ from paceline.parallel.memory.choose import (
     predict_setup,
     trace_model,
 )
-from paceline.parallel.memory.measure import measure_peak
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup, copy_without_data
 from paceline.parallel.memory.trace import TrainingStep
 from paceline.parallel.memory_budget import GIB, available_bytes, budget_bytes
+
+sys.path.append(str(Path(paceline.__file__).parents[2] / "benchmarks/scripts/layouts"))
+from allocator_peak import measure_peak
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,15 @@ from torch.nn import functional as F  # noqa: N812
 from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
 from paceline.parallel.pipeline.divide_model import keep_tensors
 from paceline.parallel.pipeline.execution.micro_batches import samples_of, sizes_of, split
-from paceline.parallel.pipeline.partition import divide, units_of_modules, units_of_trace
+from paceline.parallel.pipeline.partition import (
+    MEASURED_STEPS,
+    SKIPPED_STEPS,
+    StageTimes,
+    divide,
+    units_of_modules,
+    units_of_trace,
+)
 from paceline.parallel.pipeline.stage_plan import plan_forward
-from paceline.parallel.pipeline.stage_times import MEASURED_STEPS, SKIPPED_STEPS, StageTimes
 from paceline.parallel.pipeline.trace import Skeleton
 from paceline.parallel.strategy.model_state import WholeModel
 from paceline.world.restoring import load_part

@@ -1,8 +1,14 @@
 """A deferred model in a sharded layout has the numbers of one process, and is never held whole."""
 
+from pathlib import Path
+
 import pytest
 import ranks
 import torch
+
+import paceline
+
+SCRIPTS = str(Path(paceline.__file__).parents[2] / "benchmarks/scripts/layouts")
 
 MODELS = """
     import os, sys
@@ -126,11 +132,12 @@ def test_all_layouts_have_the_numbers_of_an_ordinary_construction(
 
 
 MEMORY = """
-    import gc
+    import gc, sys
     import torch, torch.distributed as dist
     from torch import nn
     import paceline
-    from paceline.parallel.memory.measure import measure_growth
+    sys.path.append(SCRIPTS)
+    from allocator_peak import measure_growth
     from paceline.parallel.memory_budget import _status_bytes
 
     WIDTH, LAYERS = 1024, 24
@@ -176,7 +183,7 @@ MEMORY = """
 
 def test_no_rank_holds_more_than_its_shards_and_a_tensor(tmp_path):
     """In PyTorch's allocator, and in the resident set, which also counts what malloc holds."""
-    done = ranks.run(ranks.write(tmp_path, MEMORY), ranks=4)
+    done = ranks.run(ranks.write(tmp_path, MEMORY.replace("SCRIPTS", repr(SCRIPTS))), ranks=4)
     assert "measured" in done.stdout
 
 

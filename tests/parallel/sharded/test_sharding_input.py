@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 import paceline
 from paceline.knobs import knob, layouts
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.sharded.model_check import NEEDS_WHOLE_PARAMETERS
+from paceline.parallel.sharded.layouts import NEEDS_WHOLE_PARAMETERS
 from paceline.world.layouts.distribution import LayoutArguments
 
 

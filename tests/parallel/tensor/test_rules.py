@@ -7,8 +7,9 @@ from torch import nn
 
 from paceline import divide_dims
 from paceline.optim import LAMB
-from paceline.parallel.tensor.rules_found import find_rules, kinds_from_rules
-from paceline.parallel.tensor.strategy import check_steps_of_pieces, patterns_of
+from paceline.parallel.optimizer_check import check_steps_of_pieces
+from paceline.parallel.tensor.layer_rules import find_rules, kinds_from_rules
+from paceline.parallel.tensor.strategy import patterns_of
 
 
 class Attention(nn.Module):

@@ -29,11 +29,11 @@ from .successive_halving import (
     MAX_CANDIDATES,
     WARM_UP_STEPS,
     Trial,
+    TrialSteps,
     TuningResult,
     halving,
     max_steps,
 )
-from .trial_steps import TrialSteps
 
 WARM_UP = 3  # steps
 MIN_STEPS = WARM_UP + WARM_UP_STEPS + max_steps(99)  # of a training that is tuned

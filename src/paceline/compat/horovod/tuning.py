@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...comm.tune import saved_settings, tuner
 from ...comm.tune.choice import FusionSettings
-from ...comm.tune.successive_halving import Trial, TuningResult, halving
-from ...comm.tune.trial_steps import TrialSteps
+from ...comm.tune.successive_halving import Trial, TrialSteps, TuningResult, halving
 from ...knobs import tuning
 from ...record.ring.launcher_messages import notify
 from ...security.outputs import output_target, write_output

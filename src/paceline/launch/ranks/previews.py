@@ -35,8 +35,8 @@ from ...analyze.rehearsal.facts import (
 from ...analyze.rehearsal.mismatches import find_mismatches
 from ...comm.rehearsal.calls import CallLog, KeptResult, RanksDifferError
 from ...comm.rehearsal.cuda_on_cpu import MISSING_GPU
-from ...comm.rehearsal.install import VARIABLE as RANK_VARIABLE
-from ...comm.rehearsal.lone_store import RehearsalLimitError
+from ...comm.rehearsal.rehearsed_rank import VARIABLE as RANK_VARIABLE
+from ...comm.rehearsal.rehearsed_rank import RehearsalLimitError
 from ...observe.attach import current_recorder
 from ...record.hooks import error_messages, taps
 from ...record.hooks.error_messages import line_of_error, summarize_error
@@ -295,7 +295,7 @@ def _be_rank(
     files: tuple[int, int],
 ) -> int:
     """Run the script as a rank, in the forked process, and return its exit code."""
-    from ...comm.rehearsal.install import install
+    from ...comm.rehearsal.rehearsed_rank import install
 
     report, output = files
     try:

@@ -252,7 +252,7 @@ def function_name(func: Any) -> str:
 
 
 _IN_PLACE = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul"),
     *("and", "or", "xor", "lshift", "rshift"),
 )
 _IN_PLACE_NAMES = frozenset({f"__i{name}__" for name in _IN_PLACE} | {"__setitem__", "__set__"})

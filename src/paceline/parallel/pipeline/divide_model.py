@@ -29,6 +29,7 @@ from .atoms import Atoms, tensor_names, tensors_by_name
 from .execution.micro_batches import samples_of, split
 from .execution.schedules import DEFAULT, MICRO_BATCHES_OF_STAGE
 from .partition import (
+    MIN_GAIN,
     DoesNotFitError,
     Partition,
     Unit,
@@ -41,7 +42,6 @@ from .partition import (
 from .pipeline_model import PipelineModel
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, run_backward, run_forward
-from .stage_times import MIN_GAIN
 from .trace import Skeleton, Trace
 
 # Costs of a model's units: measured time and activations, and predicted memory of the stages.

@@ -26,7 +26,6 @@ from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import Loss, TrainingStep
 from .atoms import tensor_names
 from .attributes import mark_kept
-from .execution.buckets import reduce_gradients
 from .execution.deferred_norms import DeferredNorms, is_deferred
 from .execution.micro_batches import LossComparisons, check_count, samples_of, sizes_of, split
 from .execution.schedules import (
@@ -37,12 +36,16 @@ from .execution.schedules import (
     ScheduleChoice,
     candidates_for,
 )
-from .execution.sharded_parameters import ShardedParameters, ShardedStates, owners_of
+from .execution.sharded_parameters import (
+    ShardedParameters,
+    ShardedStates,
+    owners_of,
+    reduce_gradients,
+)
 from .executor import Batch, Executor
-from .partition import Partition
+from .partition import Partition, StageTimes
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, check_hooks
-from .stage_times import StageTimes
 from .trace import Skeleton
 
 MAX_PLANS = 256  # of different shapes and modes; then all are planned again

@@ -5,8 +5,7 @@ from torch.optim import Optimizer
 
 from ...cost.layout import Layout
 from ...optim.norms import GhostBatchNorm, GlobalBatchNorm
-from ..sharded.layouts import ShardingRequest
-from ..sharded.model_check import check_sharding
+from ..sharded.layouts import ShardingRequest, check_sharding
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from ..tensor.strategy import TensorParallel

@@ -11,8 +11,7 @@ from ..memory_budget import available_bytes
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from .deferred_shards import plan_shards
-from .layouts import parse_request
-from .model_check import check_hooks, check_sharding
+from .layouts import check_hooks, check_sharding, parse_request
 
 AMPLE_SHARE = 4  # of the whole model's bytes; with less memory, freed blocks are returned at once
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
-from ..divided.first_gradient import first_gradient_only
-from .exchange import Fetch
+from .exchange import Fetch, first_gradient_only
 from .partition import window, windows_of
 from .split_tensor import SplitTensor, refused, rule_for
 from .windows import (

@@ -6,18 +6,18 @@ it. So the mean of parameters' gradients over all ranks is the gradient of the w
 """
 
 import atexit
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...comm.group_device import exchangeable, gather_equal
+from ...comm.group_device import exchangeable
 from ...record.ring.header_schema import MAX_BLOCK_CHARS, MAX_HALO_LAYERS
 from ...record.ring.recorder import update_all_headers
-from ..divided.first_gradient import first_gradient_only
 from ..divided.module_names import layer
 from .partition import Partition, Rows, Window
 
@@ -313,6 +313,24 @@ def _count(rows: Sequence[Rows]) -> int:
     return sum(b - a for a, b in rows)
 
 
+def first_gradient_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward that raises ValueError where its own gradient is asked for.
+
+    ``ctx.layer`` is the layer that was computing in forward.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"{ctx.layer}: gradients of gradients (create_graph=True) are not implemented for "
+                "a tensor whose sample is divided over ranks. HINT: a layout without d, h and w"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class _Fetch(torch.autograd.Function):
     """Rows of other ranks; their gradients go back, and are added there in the order of ranks."""
 
@@ -470,18 +488,3 @@ def sum_over(local: torch.Tensor, group: Any) -> torch.Tensor:
         return local
     total: torch.Tensor = _SumOverRanks.apply(local, group)  # type: ignore[no-untyped-call]
     return total
-
-
-class GroupExchange:
-    """How batch normalization combines the statistics of the ranks that share samples."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked: [ranks, *row.shape]."""
-        return torch.stack(gather_equal(row, self.group))
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the tensors of all ranks."""
-        return summed(tensor, self.group)

@@ -1,22 +1,20 @@
 """Layers that combine positions: sums, extremes, products, normalization, losses; and dropout."""
 
-import math
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - PyTorch's name  # noqa: N812 - PyTorch's name
+from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
-from ...optim.norms import GlobalStatistics, channel_sums, wide
+from ...comm.group_device import gather_equal
+from ...optim.norms import GlobalStatistics, GroupExchange, channel_sums, wide
 from ..divided.divided_tensor import NO_RULE, divided_tensors, named_functions
-from ..divided.elementwise import pointwise
-from ..divided.first_gradient import first_gradient_only
 from ..divided.module_names import layer
-from ..divided.products import Labels, register_products
-from ..divided.views import untouched
-from .exchange import GroupExchange, sum_over, summed
+from ..divided.rules import Labels, pointwise, register_products, untouched
+from .exchange import first_gradient_only, sum_over, summed
 from .partition import Partition
 from .split_tensor import (
     RULES,
@@ -205,8 +203,8 @@ class _Extreme(torch.autograd.Function):
             shape = [1 if dim in dims else rows for dim, rows in enumerate(local.shape)]
             own = local.new_full(shape, _least(func, local.dtype))
         is_bool = own.dtype == torch.bool
-        ranks = GroupExchange(group).gather(own.view(torch.uint8) if is_bool else own)
-        found: torch.Tensor = func(ranks.view(own.dtype), 0)
+        each = gather_equal(own.view(torch.uint8) if is_bool else own, group)
+        found: torch.Tensor = func(torch.stack(each).view(own.dtype), 0)
         ctx.dims, ctx.group, ctx.layer = dims, group, layer()
         ctx.save_for_backward(local, found)
         return found
@@ -223,7 +221,7 @@ class _Extreme(torch.autograd.Function):
 def _least(func: Any, dtype: torch.dtype) -> float:
     """Return the value that changes no maximum or minimum: that of a rank without rows."""
     if dtype.is_floating_point:
-        return -math.inf if func is torch.amax else math.inf
+        return -inf if func is torch.amax else inf
     limits = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
     return limits.min if func is torch.amax else limits.max
 
@@ -447,8 +445,6 @@ def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
 
 def _bound(func: Any, args: Any, options: Any) -> dict[str, Any]:
     """Return all arguments by name."""
-    import inspect
-
     return dict(inspect.signature(func).bind(*args, **options).arguments)
 
 

@@ -21,15 +21,13 @@ from ..divided.divided_tensor import (
     divided_tensors,
     function_name,
 )
-from ..divided.elementwise import pointwise, register_elementwise
 from ..divided.module_names import layer
-from ..divided.views import register_views
+from ..divided.rules import pointwise, register_rules
 from .exchange import Line, fetch, redivide, rows_of
 from .partition import FROM_END, Partition, Rows, reshaped_parts
 
 RULES = Rules()
-register_views(RULES)
-register_elementwise(RULES)
+register_rules(RULES)
 rule_for = RULES.add
 rule_for(torch.Tensor.requires_grad_)(pointwise)
 

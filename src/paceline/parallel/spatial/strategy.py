@@ -31,11 +31,11 @@ from ..sharded.strategy import FullySharded
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import all_positions, convolution, layers, shapes, windows  # noqa: F401 - rules
+from . import convolution, layers, windows  # noqa: F401 - rules
 from .exchange import summed
+from .gathering import without_guard
 from .partition import FROM_END
 from .samples import AXES, check_same, spatial_groups, split_inputs
-from .shapes import without_guard
 from .split_tensor import SpatialGroups, SplitTensor
 
 SIDES = {1: 4096, 2: 128, 3: 32}  # of a corner, by the number of dims of positions

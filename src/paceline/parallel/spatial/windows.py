@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - PyTorch's name  # noqa: N812 - PyTorch's name
+from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from .exchange import fetch, sum_over
 from .partition import Partition, window, windows_of

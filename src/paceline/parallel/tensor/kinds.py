@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from .recurrent import gates_of, weight_names
+from .parameters import gates_of, weight_names
 from .splits import Split
 
 Splits = dict[str, Split]

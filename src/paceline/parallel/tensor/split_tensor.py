@@ -23,16 +23,14 @@ from ..divided.divided_tensor import (
     getters,
     named_functions,
 )
-from ..divided.elementwise import register_elementwise
 from ..divided.module_names import place
-from ..divided.views import register_views
+from ..divided.rules import register_rules
 from . import exchange
 from .exchange import TensorAxis, scattered, shared
 from .splits import Split, moved_split
 
 RULES = Rules()
-register_views(RULES)
-register_elementwise(RULES)
+register_rules(RULES)
 rule_for = RULES.add
 _HINT = "the rule 'replicate' for the layers that give this tensor, in paceline.Layout(rules={...})"
 # functions that are meaningless for a tensor without memory

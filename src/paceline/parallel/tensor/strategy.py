@@ -1,8 +1,6 @@
 """Tensor parallelism as a strategy: operators are divided over the tensor axis."""
 
-import copy
 import re
-from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from typing import Any, ClassVar
 
@@ -12,79 +10,23 @@ from torch.optim import Optimizer
 
 from ...cost.layout import AXIS_WORDS, Layout
 from ...knobs.knob import KnobResult
-from ...optim import LAMB, LARS
 from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..divided.module_names import note_names
+from ..optimizer_check import check_steps_of_pieces
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from . import rules as rules  # registers them
 from .exchange import TensorAxis, scattered
 from .kinds import SEQUENCE, parse_kind, splits_of
+from .layer_rules import FoundRules, find_rules, kinds_from_rules
 from .parameters import Views, cut_states, divide_module
-from .rules_found import FoundRules, find_rules, kinds_from_rules
 from .split_tensor import SplitTensor
 from .splits import Split
 from .tensor_parallel_model import TensorParallelModel
 
-STEPS = 2
 TOKEN_DIM = 1
 _WITHOUT_RULES = (nn.LayerNorm, nn.RMSNorm, nn.Dropout)
-
-
-def check_steps_of_pieces(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer whose step of a piece is not that piece of the whole step.
-
-    A copy of the optimizer steps a small parameter, whole and in pieces. LARS and LAMB are right,
-    because their norms are those of whole parameters, but classes derived from them need not be.
-    """
-    if type(optimizer) in (LARS, LAMB):
-        return
-    kind = type(optimizer).__name__
-    try:
-        is_right = all(_steps_alike(optimizer, group) for group in optimizer.param_groups)
-        reason = "gives a piece of a parameter another step than the whole one"
-    except Exception as error:  # whatever the optimizer raises
-        is_right, reason = False, f"could not be tried with pieces of a parameter ({error})"
-    if not is_right:
-        raise ValueError(
-            f"world.distribute: {kind} {reason}, so that it can't train a model that is divided "
-            "over the tensor axis. HINT: an optimizer of single elements, such as AdamW"
-        )
-
-
-def _steps_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    like = next(iter(group["params"]), None)
-    if like is None:
-        return True
-    generator = torch.Generator().manual_seed(3)
-
-    def numbers() -> torch.Tensor:
-        return torch.randn(8, 6, generator=generator).to(like.device, like.dtype)
-
-    start, gradients = numbers(), [numbers() * 3 for _ in range(STEPS)]
-    whole = _stepped(optimizer, group, start, gradients)
-    for dim in (0, 1):
-        parts = [
-            _stepped(optimizer, group, part, [g.chunk(2, dim)[i] for g in gradients])
-            for i, part in enumerate(start.chunk(2, dim))
-        ]
-        if not torch.allclose(torch.cat(parts, dim), whole, rtol=1e-4, atol=1e-7):
-            return False
-    return True
-
-
-def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor, gradients: list[torch.Tensor]
-) -> torch.Tensor:
-    parameter = nn.Parameter(start.clone())
-    own = copy.copy(optimizer)
-    own.state = defaultdict(dict)
-    own.param_groups = [{**group, "params": [parameter]}]
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        type(optimizer).step(own)
-    return parameter.detach()
 
 
 MAX_LINES = 10

@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fuzz.scratch import new_folder
-from paceline.checkpoint.formats import dcp_folder
-from paceline.checkpoint.formats.dcp_folder import METADATA, load_dcp
+from paceline.checkpoint import other_formats
+from paceline.checkpoint.other_formats import METADATA, load_dcp
 from paceline.checkpoint.sharded_tensor import whole
 
-dcp_folder.MAX_OPCODES, dcp_folder.MAX_OBJECTS = 10_000, 10_000
+other_formats.MAX_OPCODES, other_formats.MAX_OBJECTS = 10_000, 10_000
 warnings.simplefilter("ignore")
 FOLDER = new_folder() / "dcp"
 STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16), "step": 3}

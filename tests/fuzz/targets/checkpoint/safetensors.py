@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from fuzz.scratch import new_folder
-from paceline.checkpoint.formats.tensor_files import read_safetensors, write_safetensors
+from paceline.checkpoint.other_formats import read_safetensors, write_safetensors
 from paceline.checkpoint.sharded_tensor import whole
 
 FILE = new_folder() / "model.safetensors"

@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_map
 
 from ...divided.divided_tensor import NO_RULE, as_whole, divided_tensors, named_functions
-from ...divided.views import joined, untouched
+from ...divided.rules import joined, untouched
 from ..exchange import total
 from ..split_tensor import SplitTensor, memory_order, piece_at, rule_for
 from ..splits import Split

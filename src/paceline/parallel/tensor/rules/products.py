@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812  # noqa: N812
+from torch.nn import functional as F  # noqa: N812
 
-from ...divided import attention
+from ...divided import rules
 from ...divided.divided_tensor import NO_RULE
-from ...divided.products import Labels, register_products
+from ...divided.rules import Labels, register_products
 from ..exchange import TensorAxis, total, total_piece
 from ..split_tensor import RULES, SplitTensor, piece_at, rule_for
 from ..splits import Split
@@ -296,9 +296,7 @@ def multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NO_RULE
     if given["num_heads"] % weight.axis.size:
         return NO_RULE
-    return attention.multi_head_attention(
-        _tokens_along(weight.axis, given["query"]), *args, **kwargs
-    )
+    return rules.multi_head_attention(_tokens_along(weight.axis, given["query"]), *args, **kwargs)
 
 
 @contextmanager

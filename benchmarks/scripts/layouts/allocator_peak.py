@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...security.removal import TemporaryFolder
-from .trace import TRACED_STEPS, TrainingStep
+from paceline.parallel.memory.trace import TRACED_STEPS, TrainingStep
+from paceline.security.removal import TemporaryFolder
 
 
 def measure_peak(build: Callable[[], TrainingStep]) -> int:

@@ -1,25 +1,96 @@
-"""A process group of one rank, whose collectives return what ranks with equal data would.
+"""One rank of a job whose other ranks do not exist: its store and its process groups.
 
-So shapes, dtypes and numbers of bytes are those of the job, and values are not: a sum is this
-rank's part times the number of ranks, and what another rank sends is unknown. Small results that
-all members of a group get alike (broadcasts and sums on which a script may decide) are those of the
-first rank that was rehearsed.
+A collective returns what ranks with equal data would: shapes, dtypes and numbers of bytes are those
+of the job, and values are not. A sum is this rank's part times the number of ranks, and what
+another rank sends is unknown. Small results that all members of a group get alike (broadcasts and
+sums on which a script may decide) are those of the first rank that was rehearsed. Each process
+group that the script or Paceline creates is an ``EqualRanksGroup``, for every backend, and the
+rendezvous is a store in this process, which has what this rank has written and never waits.
 """
 
 # mypy: disable-error-code="override"
 # The stub has all overloads of a method; torch calls one, with options as the last argument.
 
-from collections.abc import Callable, Sequence
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ...analyze.rehearsal.facts import Members
 from ...record.hooks.collectives import METHODS
+from ...record.hooks.import_hooks import after_import
+from ...record.hooks.taps import Function, around
 from ...record.ring.states import POINT_TO_POINT_OPS, Op
 from ..shared.async_collectives import CompletedWork
 from .calls import CallLog
+
+
+class RehearsalLimitError(RuntimeError):
+    """The rehearsal can't go on, which says nothing about the ranks of the job."""
+
+
+# C++ keeps its part of a store only, and does not find the methods of a collected object.
+_alive: list["LoneStore"] = []
+
+
+class LoneStore(Store):
+    """A store in this process. C++ calls the methods by these names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _alive.append(self)
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, value: int) -> int:
+        total = int(self._values.get(key, b"0")) + value
+        self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        now = self._values.get(key, b"")
+        expected, desired = (
+            one.encode() if isinstance(one, str) else bytes(one)
+            for one in (expected_value, desired_value)
+        )
+        if now == expected:
+            self._values[key] = desired
+        return self._values.get(key, expected)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        missing = [key for key in keys if key not in self._values]
+        if missing:
+            raise RehearsalLimitError(
+                f"this rank waits for {missing[0]!r} in the store, which another rank sets. A "
+                "rehearsed rank runs alone. HINT: exchange it by a collective, such as "
+                "dist.broadcast"
+            )
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    deleteKey = delete_key  # noqa: N815
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    getNumKeys = num_keys  # noqa: N815
+
 
 _RedOp: Any = dist.ReduceOp.RedOpType
 _SUMS = (_RedOp.SUM, _RedOp.PREMUL_SUM)
@@ -212,3 +283,73 @@ def _method(name: str) -> Callable[..., dist.Work]:
 for _name in METHODS:
     if hasattr(dist.ProcessGroup, _name):  # names differ between PyTorch's versions
         setattr(EqualRanksGroup, _name, _method(_name))
+
+
+VARIABLE = "PACELINE_REHEARSED_RANK"
+BACKEND = "rehearsal"
+_SCHEMES = ("env", "tcp", "file")
+
+
+def is_rehearsed() -> bool:
+    """Return whether this process is a rank of ``paceline run --rehearse``."""
+    return VARIABLE in os.environ
+
+
+def install(log: CallLog) -> None:
+    """Replace process groups and rendezvous, now or when the script imports torch.distributed.
+
+    Called before the recorder's hooks are installed, so that records have what the script called.
+    """
+    after_import(
+        {
+            "torch.distributed.distributed_c10d": functools.partial(_replace_groups, log),
+            "torch.distributed.rendezvous": _replace_rendezvous,
+        }
+    )
+
+
+def _replace_rendezvous(module: Any) -> None:
+    def rendezvous(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        given = parse_qs(urlsplit(url).query)
+        rank = int(given.get("rank", [os.environ["RANK"]])[0])
+        yield LoneStore(), rank, int(given.get("world_size", [os.environ["WORLD_SIZE"]])[0])
+
+    for scheme in _SCHEMES:
+        module._rendezvous_handlers[scheme] = rendezvous
+
+
+def _replace_groups(log: CallLog, c10d: Any) -> None:
+    asked: list[str] = []  # the backend that the script has named
+
+    def create(options: Any, _: Any) -> Any:
+        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        name = str(options.group_id)
+        return EqualRanksGroup(options.group_rank, members, name, asked[-1], log)
+
+    c10d.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+    def helper(
+        make: Function,
+        size: int,
+        rank: int,
+        members: list[int],
+        backend: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        asked.append(str(backend))
+        options.pop("device_id", None)  # of a GPU, which the rehearsal does not use
+        if options.get("backend_options") is not None:  # of another backend
+            options["backend_options"] = None
+        try:
+            group, store = make(size, rank, members, BACKEND, *args, **options)
+        finally:
+            asked.pop()
+        if group is not c10d.GroupMember.NON_GROUP_MEMBER:
+            # what dist.get_backend and the configuration of later groups say
+            world = c10d._world
+            world.pg_map[group] = (c10d.Backend(str(backend)), world.pg_map[group][1])
+            world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(str(backend))))
+        return group, store
+
+    around(c10d, "_new_process_group_helper", helper)

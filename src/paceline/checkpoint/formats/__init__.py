@@ -1,1 +1,0 @@
-"""Formats of other programs, read and written without executing code."""
