@@ -59,7 +59,7 @@ def test_second_rank_of_a_gpu_is_refused_where_nccl_would_refuse_it(gpus, monkey
     if backend == "gloo":
         check_own_gpu(torch.device("cuda:0"), 2, store)
         return
-    with pytest.raises(ValueError, match=r"local rank 2 has the same GPU as another rank, because .* has 1 GPU"):
+    with pytest.raises(ValueError, match="local rank 2 has the same GPU as another rank"):
         check_own_gpu(torch.device("cuda:0"), 2, store)
 
 

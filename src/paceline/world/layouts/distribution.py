@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.rehearsal.rehearsed_rank import is_rehearsed
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import HOST, Layout
