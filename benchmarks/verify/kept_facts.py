@@ -14,8 +14,7 @@ from pathlib import Path
 
 from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.report.verdict.of_verification import exit_code
-from paceline.report.verification_document import as_json
+from paceline.report.verification_document import as_json, exit_code
 from paceline.study.trials import ScriptRequest
 from paceline.study.verify.verify import run_verification
 

@@ -14,6 +14,7 @@ from paceline.cli import app
 from paceline.cost.machine import machine_file
 from paceline.cost.machine.machine_file import Machine
 from paceline.data.packing.pack import pack
+from paceline.report.document import Line
 
 GROUP = typer.main.get_command(app)
 
@@ -65,7 +66,9 @@ def test_files_are_written_before_results_are_printed(tmp_path, monkeypatch, wor
     if words.startswith("bench"):
         found = SimpleNamespace(collectives=[], copies=[], notes=[])
         monkeypatch.setattr("paceline.study.measuring_jobs.bench", lambda *_: found)
-        monkeypatch.setattr("paceline.report.terminal.bench_comm.render", lambda *_: "figures")
+        monkeypatch.setattr(
+            "paceline.report.terminal.check.bench_blocks", lambda *_: [Line("figures")]
+        )
         monkeypatch.setattr(
             "paceline.study.measuring_jobs.merge_collectives", lambda *_: _machine(command="new")
         )

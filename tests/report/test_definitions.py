@@ -29,9 +29,14 @@ TERMS = """() => [...document.querySelectorAll(".term")].map((one) => [
 
 
 def keys_of_texts(source):
-    """Yield the keys in texts of documents: "[label|key]", or "[key]" where the key is defined."""
+    """Yield the keys in texts of documents: "[label|key]", or "[key]" where the key is defined.
+
+    Headings of columns are "heading|key".
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if heading := re.fullmatch(r"[^][|]+\|([a-zA-Z][a-zA-Z_/ -]*)", node.value):
+                yield heading[1]
             for label, key in re.findall(r"\[([^][|]+)(\|[a-z][a-zA-Z -]+)?\]", node.value):
                 if key or label in DEFINITIONS:
                     yield key[1:] or label

@@ -29,8 +29,8 @@ from paceline.cost.machine.machine_file import (
 )
 from paceline.record.ring.states import State
 from paceline.report.definitions import DEFINITIONS
+from paceline.report.figure_names import STATE_NAMES
 from paceline.report.losses import largest_losses
-from paceline.report.state_names import STATE_NAMES
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from paceline.analyze.figures.losses import Loss
 from paceline.plurals import counted, ordinal
 from paceline.record.ring.states import State
 from paceline.report.numbers import figure
-from paceline.report.page.run_page import LONGER
 from paceline.report.run_document import achieved
-from paceline.report.sentences import outliers, sentence, troubles
+from paceline.report.sentences import LATE_BECAUSE, outliers, sentence, troubles
 from paceline.report.terminal.run_report import render
 
 
@@ -124,7 +123,7 @@ def test_late_exchange_does_not_claim_another_group(tmp_path):
     loss = Loss("wait", 0.1, 1, "host", "transfer", "0", "all-reduce")
     text = sentence(loss, report)
     assert "waiting for rank 1, which was late after its previous collective" in text
-    assert not [words for words in (text, LONGER["transfer"]) if "elsewhere" in words]
+    assert not [words for words in (text, LATE_BECAUSE["transfer"]) if "elsewhere" in words]
 
 
 def test_outliers_have_ordinal_numbers(tmp_path):

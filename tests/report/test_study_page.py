@@ -1,12 +1,12 @@
 """The page of a scaling study, opened in Chromium; its figures are those of --json."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 
 from paceline.analyze.scaling.derived import estimate
+from paceline.analyze.scaling.laws import Parameter
 from paceline.analyze.scaling.outcomes.compare_studies import compare_studies
 from paceline.analyze.scaling.study_model import STRONG, WEAK
 from paceline.report.page.write_page import document_page
@@ -15,7 +15,6 @@ from paceline.report.scaling.findings import (
     Curve,
     Findings,
     Fit,
-    FittedParameter,
     Knee,
     Reason,
 )
@@ -26,13 +25,13 @@ from paceline.report.scaling.study_comparison import (
     comparison_json,
 )
 from paceline.report.scaling.study_document import WIDE, study_document
-from paceline.report.scaling.study_json import study_json
+from paceline.report.scaling.study_files import study_json
 from studies import make_study, predicted, reach, throughput
 
 RANKS = [1, 2, 4, 8, 16]
 X = [throughput(n) for n in RANKS]
 FINDINGS = Findings(
-    fits=[Fit(STRONG, "law", [FittedParameter("s", 0.05, 0.04, 0.06)], 0.031, 0.052)],
+    fits=[Fit(STRONG, "law", [Parameter("s", 0.05, 0.04, 0.06)], 0.031, 0.052)],
     curves=[Curve(STRONG, "law", RANKS, X, [0.9 * x for x in X], [1.1 * x for x in X])],
     knees=[Knee(STRONG, "Up to 4 ranks the efficiency is at least 0.8.", 4)],
     reasons=[Reason(STRONG, 4, 8, f"From 4 to 8 ranks waiting grew. {HOSTILE}", 0.2, "Try it.")],
@@ -57,7 +56,7 @@ def opened(browser, tmp_path):
 def test_page_has_the_figures_of_json(opened):
     study = make_study(failed={4}, spread=0.02)
     page = opened(study)
-    data = json.loads(study_json(study, FINDINGS))
+    data = study_json(study, FINDINGS)
     assert agree(page, data) > 150
     lead = page.inner_text("#lead")
     assert "Strong scaling: 8 ranks train" in lead
@@ -96,7 +95,7 @@ def test_page_of_a_study_with_a_target_shows_time_and_node_hours(opened):
     ends = [reach(10_000), reach(11_000), reach(12_000)]
     study = make_study((1, 2), (STRONG,), until="accuracy>=0.97", targets=ends, spread=0.0)
     page = opened(study, Findings())
-    data = json.loads(study_json(study, Findings()))
+    data = study_json(study, Findings())
     assert agree(page, data) > 50
     assert data["target"]["strong"] == {
         "soonest_ranks": 2,
@@ -126,7 +125,7 @@ def test_two_studies_are_on_one_page(browser, tmp_path, theme, width):
     path.write_text(document_page(comparison_document(found), comparison_charts(found)))
     with watched(browser) as show:
         page = show(path, width=width, theme=theme)
-        assert agree(page, json.loads(comparison_json(found))) == 6 * 3
+        assert agree(page, comparison_json(found)) == 6 * 3
         assert "Strong scaling, 4 ranks: " in page.inner_text("#lead")
         assert "Measured only before: 8 ranks (strong)" in page.inner_text("#summary")
         assert page.inner_text("#summary").count("better") == 4  # not where both have one rank

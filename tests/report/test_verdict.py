@@ -17,10 +17,10 @@ from paceline.analyze.figures.report import analyse, analyse_with_window
 from paceline.analyze.records.load_run import Run, load_run
 from paceline.cli.common.options import HostAndEnvOptions, RankOptions, launch_words
 from paceline.record.ring.states import State
+from paceline.report.diagnosis.diagnosis_document import verdict_of_diagnosis
 from paceline.report.page.run_page import single
+from paceline.report.run_verdict import verdict_of_run
 from paceline.report.terminal.run_report import panel
-from paceline.report.verdict.of_diagnosis import verdict_of_diagnosis
-from paceline.report.verdict.of_run import verdict_of_run
 
 WORKERS = Remedy(
     *("loader-workers", "input-waiting", 4, Interval(0.4, 0.3, 0.5), "a formula", True),

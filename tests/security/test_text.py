@@ -26,7 +26,7 @@ from paceline.record.ring.states import State
 from paceline.record.ring.tail import Tail
 from paceline.report.console import PlainConsole
 from paceline.report.page.run_page import single
-from paceline.report.terminal import hang, top
+from paceline.report.terminal import top
 from paceline.security.files import InvalidFileError, UnsafeFileError
 from paceline.security.terminal import for_terminal
 from paceline.security.text import printable
@@ -94,7 +94,7 @@ def test_live_view_prints_no_control_characters(folder):
     assert clean(text.getvalue())
     assert "owned" in text.getvalue()
     assert clean("".join([*seen.silent_hosts, *seen.command]))
-    assert clean(hang.hang_report(seen, {0: STACK}, set(), 60.0, [HOSTILE]))
+    assert clean(top.hang_report(seen, {0: STACK}, set(), 60.0, [HOSTILE]))
 
 
 @pytest.mark.parametrize("command", [None, 5, {"a": 1}, [{"a": [1]}], [["x"]]])

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from paceline.data import pack
 from paceline.predict.input_rate import INTERPRETER_LIMIT_SHARE
-from paceline.report.terminal.check import render_input_rate
+from paceline.report.terminal.check import input_rate_blocks
+from paceline.report.terminal.draw import draw
 from paceline.study.input_rate import LoadRankConfig, advise
 
 SLOW = """
@@ -103,7 +104,7 @@ def test_input_rate_of_image_files_of_several_sizes(tmp_path):
     found = told(folder, ranks=1)
     assert found["terms"]["kind"] == "files"
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render_input_rate(found))
+    console.print(*draw(input_rate_blocks(found)), sep="\n")
     text = console.export_text()
     assert "210 samples of" in text
     assert f"{found['measured']['memory']:,.0f} (" in text

@@ -5,15 +5,9 @@ from typing import Annotated
 
 import typer
 
-from .common.base import MACHINE, app, examples, exit_on_mistake
+from .common.base import MACHINE, app, examples, exit_on_mistake, say
 from .common.command import Command, print_json, with_options
-from .common.options import (
-    HostOptions,
-    Json,
-    output_option,
-    value_option,
-)
-from .common.sizes import bytes_of
+from .common.options import HostOptions, Json, bytes_of, output_option, value_option
 
 _bench = typer.Typer(
     no_args_is_help=True,
@@ -59,8 +53,7 @@ def comm(
         str, value_option("Largest vector: 64K, 16M, 1G.", "SIZE", "--to", show_default=True)
     ] = "256M",
     machine: Annotated[
-        Path | None,
-        output_option("Machine file (paceline check) to which the figures are added."),
+        Path | None, output_option("Machine file (paceline check) to which the figures are added.")
     ] = None,
     json: Json = None,
     bind: Annotated[
@@ -76,8 +69,8 @@ def comm(
     a copy of as many bytes in memory.
     """
     from ..cost.machine.machine_file import load, save
-    from ..report.console import PlainConsole
-    from ..report.terminal import bench_comm as shown
+    from ..report.terminal import check as shown
+    from ..report.terminal.draw import print_blocks
     from ..study.measuring_jobs import SIZES, BenchRequest, bench, merge_collectives
 
     with exit_on_mistake():
@@ -89,11 +82,11 @@ def comm(
                 f"--to must be 1K or more, the smallest vector; this is {largest}. HINT: --to 1K"
             )
         wish = BenchRequest(operation, sizes, ranks, nodes, bind)
-        found = bench(wish, lambda text: typer.echo(f"paceline: {text}", err=True))
+        found = bench(wish, say)
         if before is not None and machine is not None:
             save(merge_collectives(before, found.collectives), machine)
-            typer.echo(f"paceline: the figures are in {machine}", err=True)
+            say(f"the figures are in {machine}")
     if json is not None:
-        print_json(shown.as_json(found.collectives, found.copies, found.notes), json)
+        print_json(shown.bench_json(found.collectives, found.copies, found.notes), json)
     else:
-        PlainConsole().print(shown.render(found.collectives, found.copies, found.notes))
+        print_blocks(shown.bench_blocks(found.collectives, found.copies, found.notes))

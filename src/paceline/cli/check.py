@@ -1,22 +1,15 @@
 """The command ``paceline check``."""
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common.base import MACHINE, app, examples, exit_on_mistake
+from .common.base import MACHINE, app, examples, exit_on_mistake, say
 from .common.command import Command, print_json, with_options
-from .common.options import (
-    HostAndEnvOptions,
-    Json,
-    flag,
-    output_option,
-    value_option,
-)
+from .common.options import HostAndEnvOptions, Json, flag, output_option, value_option
 
 READING = "Reading rate of a dataset"  # headings of options in --help
 ENVIRONMENT = "Python environment"
@@ -166,8 +159,8 @@ def _run_check(options: CheckOptions) -> int:
 def _compare(before: Path, after: Path, json: Path | None) -> None:
     from ..cost.compare_machines import compare
     from ..cost.machine.machine_file import load
-    from ..report.console import PlainConsole
-    from ..report.terminal.check import render_comparison
+    from ..report.terminal.check import machines_blocks
+    from ..report.terminal.draw import print_blocks
 
     machines = load(before), load(after)
     changes = compare(*machines)
@@ -175,15 +168,15 @@ def _compare(before: Path, after: Path, json: Path | None) -> None:
         changed = {"changes": [vars(change) for change in changes]}
         print_json(changed, json, name="paceline-machine-comparison")
     else:
-        PlainConsole().print(render_comparison(*machines, changes))
+        print_blocks(machines_blocks(*machines, changes))
 
 
 def _check_nodes(options: CheckOptions) -> int:
     """Measure the nodes, write the machine file, print it, and return the exit code."""
     from ..cost.machine.machine_file import as_json, save
     from ..cost.outliers import find_outliers
-    from ..report.console import PlainConsole
-    from ..report.terminal import check as shown
+    from ..report.terminal.check import check_blocks, check_json
+    from ..report.terminal.draw import print_blocks
     from ..study.measuring_jobs import CheckRequest
     from ..study.measuring_jobs import check as measured
 
@@ -192,11 +185,11 @@ def _check_nodes(options: CheckOptions) -> int:
     save(checked.machine, options.out)
     oddities = find_outliers(checked.machine)
     if options.json is not None:
-        found = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
+        found = check_json(as_json(checked.machine), oddities, checked.notes, checked.more)
         print_json(found, options.json, name="paceline-check")
     else:
-        PlainConsole().print(shown.render(checked.machine, oddities, checked.notes))
-        sys.stderr.write(f"paceline: the machine file is {options.out}\n")
+        print_blocks(check_blocks(checked.machine, oddities, checked.notes))
+        say(f"the machine file is {options.out}")
     return int(bool(checked.code) or any(oddity.kind in BAD for oddity in oddities))
 
 
@@ -220,7 +213,8 @@ def _is_set(data: str) -> bool:
 def _measure_reading(data: str, options: CheckOptions) -> None:
     """Measure how fast a dataset can be read on this node, and print it."""
     from ..report.console import PlainConsole
-    from ..report.terminal.check import render_input_rate
+    from ..report.terminal.check import input_rate_blocks
+    from ..report.terminal.draw import print_blocks
     from ..study.input_rate import LoadRankConfig, advise
 
     cores = len(os.sched_getaffinity(0))
@@ -237,17 +231,17 @@ def _measure_reading(data: str, options: CheckOptions) -> None:
     if options.json is not None:
         print_json(rate, options.json)
     else:
-        PlainConsole().print(render_input_rate(rate))
+        print_blocks(input_rate_blocks(rate))
 
 
 def _pack(file: Path | None, json: Path | None) -> None:
     from ..cost.import_cost import as_json
-    from ..report.console import PlainConsole
-    from ..report.terminal.check import render_environment
+    from ..report.terminal.check import environment_blocks
+    from ..report.terminal.draw import print_blocks
     from ..study.environment.check_packed import pack_environment
 
     found = pack_environment(file)
     if json is not None:
         print_json(as_json(found), json, name="paceline-environment")
     else:
-        PlainConsole().print(render_environment(found))
+        print_blocks(environment_blocks(found))

@@ -57,7 +57,7 @@ class DiagnoseOptions:
     save_settings: Annotated[
         Path | None,
         output_option(
-            "With --try: write the remedies that helped to this file, for paceline run --settings.",
+            "With --try: write the remedies that helped to this file, for paceline run --settings."
         ),
     ] = None
     settings: Settings = None
@@ -213,8 +213,8 @@ class DiagnosisOutputs:
             print_json(as_json(found), STDOUT, indent=1)
         if self._json is None:
             self._print(found)
-        for said in written:
-            typer.echo(said, err=self._json == STDOUT)
+        for message in written:
+            typer.echo(message, err=self._json == STDOUT)
 
     def _print(self, found: "Diagnosis") -> None:
         from ..report.diagnosis import diagnosis_document as shown
@@ -229,16 +229,16 @@ class DiagnosisOutputs:
         """Write the files that were asked for. Return a message for each."""
         from ..report.diagnosis import diagnosis_document as shown
 
-        said = []
+        written = []
         if self._json is not None and self._json != STDOUT:
             print_json(shown.as_json(found), self._json, indent=1)
         if self._settings is not None and found.tried is not None:
             from ..study.diagnose.diagnose import save_kept_settings
 
-            said.append(save_kept_settings(found, self._settings))
+            written.append(save_kept_settings(found, self._settings))
         if self._html is not None:
             from ..report.page.write_page import document_page, save
 
             document = shown.diagnosis_document(found)
-            said.append(save(document_page(document, shown.diagnosis_charts(found)), self._html))
-        return said
+            written.append(save(document_page(document, shown.diagnosis_charts(found)), self._html))
+        return written

@@ -11,15 +11,10 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from ..cluster.horovod_import import SHIM
-from ..compat.horovod.launcher.option_table import (
-    DDLRUN,
-    HOROVODRUN,
-    LaunchOption,
-    option_names,
-)
+from ..compat.horovod.launcher.option_table import DDLRUN, HOROVODRUN, LaunchOption, option_names
 from ..security.processes import find_program
 from ..version import __version__
-from .common.base import RUN, app, examples, exit_on_mistake
+from .common.base import RUN, app, examples, exit_on_mistake, say
 from .common.command import Command
 from .common.options import flag, value_option
 
@@ -177,7 +172,7 @@ def _run(tool: str, words: list[str]) -> None:
         typer.echo(_BUILT.format(version=__version__, **marks))
         return
     for line in command.lines(tool):
-        typer.echo(f"paceline: {line}", err=True)
+        say(line)
     if command.ssh:
         given = os.environ.get(SSH_OPTIONS, "")
         os.environ[SSH_OPTIONS] = f"{given} {shlex.join(command.ssh)}".strip()

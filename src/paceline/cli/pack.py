@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common.base import DATASETS, app, examples, exit_on_mistake
+from .common.base import DATASETS, app, examples, exit_on_mistake, say
 from .common.command import Command, print_json, with_options
 from .common.guarded_process import run_guarded
-from .common.options import (
-    NODES,
-    HostAndEnvOptions,
-    Json,
-    flag,
-    value_option,
-)
-from .common.sizes import bytes_of
+from .common.options import NODES, HostAndEnvOptions, Json, bytes_of, flag, value_option
 
 if TYPE_CHECKING:
     from ..data.packing.pack import PackReport
@@ -73,8 +66,7 @@ def pack(
         ),
     ] = None,
     check: Annotated[
-        bool,
-        flag("--check", "Read every byte of a packed dataset, and decode it. Pack nothing."),
+        bool, flag("--check", "Read every byte of a packed dataset, and decode it. Pack nothing.")
     ] = False,
     to: Annotated[
         str | None,
@@ -91,8 +83,7 @@ def pack(
         ),
     ] = "stop",
     fresh: Annotated[
-        bool,
-        flag("--fresh", "Start again if DEST has a dataset or a part of one."),
+        bool, flag("--fresh", "Start again if DEST has a dataset or a part of one.")
     ] = False,
     follow_links: Annotated[
         bool,
@@ -127,8 +118,7 @@ def pack(
         ),
     ] = False,
     compress: Annotated[
-        bool,
-        flag("--compress", "Compress arrays with zstd, lossless.", panel=SAMPLES),
+        bool, flag("--compress", "Compress arrays with zstd, lossless.", panel=SAMPLES)
     ] = False,
     cast: Annotated[
         str | None,
@@ -158,12 +148,10 @@ def pack(
         ),
     ] = 4096,
     shard_size: Annotated[
-        str,
-        value_option("Target shard size, 64M to 1G.", "SIZE", panel=SHARDS, show_default=True),
+        str, value_option("Target shard size, 64M to 1G.", "SIZE", panel=SHARDS, show_default=True)
     ] = "256M",
     seed: Annotated[
-        int,
-        value_option("Seed of the order of samples.", "N", panel=SHARDS, show_default=True),
+        int, value_option("Seed of the order of samples.", "N", panel=SHARDS, show_default=True)
     ] = 0,
     stripe: Annotated[
         str | None,
@@ -249,7 +237,7 @@ def _striping(dest: Path, to: str | None, count: str | None) -> Callable[[Path],
 
     if count is None:
         if proposal := striping.propose(dest, to):
-            typer.echo(f"paceline: {proposal}", err=True)
+            say(proposal)
         return None
     return partial(striping.stripe, count=striping.check_count(count), to=to)
 
@@ -272,10 +260,10 @@ def _pack(
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
         print_json({"folder": asked.dest, **meta, **more}, json, name="paceline-pack")
         return
-    from ..report.console import PlainConsole
-    from ..report.terminal import packed_dataset as shown
+    from ..report.terminal.draw import print_blocks
+    from ..report.terminal.packed_dataset import packed_blocks
 
-    PlainConsole().print(shown.render(meta, report.left_out, report.notes, report.seconds))
+    print_blocks(packed_blocks(meta, report.left_out, report.notes, report.seconds))
 
 
 def _library(source: str) -> str:
@@ -334,10 +322,7 @@ def _propose_ranks() -> None:
         found = find_allocation(dict(os.environ))
         if found is not None:
             job = f"{found.scheduler} job {found.job}"
-            typer.echo(
-                f"paceline: threads of this node pack; -n N uses ranks on all nodes of {job}",
-                err=True,
-            )
+            say(f"threads of this node pack; -n N uses ranks on all nodes of {job}")
 
 
 def _check(folder: Path, workers: int | None, json: Path | None) -> int:
@@ -352,11 +337,11 @@ def _check(folder: Path, workers: int | None, json: Path | None) -> int:
         found = {"folder": str(folder), "samples": meta.samples, "bad": lines}
         print_json(found, json, name="paceline-pack-check")
     else:
-        from ..report.console import PlainConsole
-        from ..report.terminal import packed_dataset as shown
+        from ..report.terminal.draw import print_blocks
+        from ..report.terminal.packed_dataset import checked_blocks
 
         took = time.monotonic() - began
-        PlainConsole().print(shown.render_check(str(folder), asdict(meta), lines, took))
+        print_blocks(checked_blocks(str(folder), asdict(meta), lines, took))
     return int(bool(bad))
 
 

@@ -8,13 +8,7 @@ import typer
 
 from ..cluster.horovod_import import VARIABLE, check_choice
 from .common.base import RUN, app, examples, exit_on_mistake
-from .common.options import (
-    Args,
-    Horovod,
-    Module,
-    Script,
-    flag,
-)
+from .common.options import Args, Horovod, Module, Script, flag
 from .common.script_options import ScriptCommand
 
 
@@ -36,8 +30,7 @@ def record(
     args: Args = None,
     module: Module = False,
     count_flops: Annotated[
-        bool,
-        flag("--count-flops", "Count FLOPs and memory traffic of step 10: see paceline run."),
+        bool, flag("--count-flops", "Count FLOPs and memory traffic of step 10: see paceline run.")
     ] = False,
     horovod: Horovod = None,
 ) -> None:

@@ -7,11 +7,7 @@ import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, Command, json_output
-from .common.options import (
-    Json,
-    output_option,
-    value_option,
-)
+from .common.options import Json, output_option, value_option
 
 MAX_GATE = 10.0  # share of the step time
 
@@ -51,8 +47,7 @@ def report(
         ),
     ] = None,
     steps: Annotated[
-        str | None,
-        value_option("Use these steps only: 100:200 is 100 to 199.", "FIRST:END"),
+        str | None, value_option("Use these steps only: 100:200 is 100 to 199.", "FIRST:END")
     ] = None,
     json: Json = None,
     html: Annotated[
@@ -63,7 +58,7 @@ def report(
         Path | None,
         output_option(
             "Write states and collectives of every rank to this file, for ui.perfetto.dev "
-            "and chrome://tracing. A name that ends in .gz is compressed.",
+            "and chrome://tracing. A name that ends in .gz is compressed."
         ),
     ] = None,
     machine: Annotated[

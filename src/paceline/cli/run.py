@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import typer
-
 from ..cluster.horovod_import import check_choice
 from ..launch.job import Job
 from ..launch.options import LaunchOptions, Preview
 from ..launch.remote.forwarded_env import shown_env_options
-from .common.base import RUN, app, examples, exit_on_mistake, in_words
+from .common.base import RUN, app, examples, exit_on_mistake, in_words, say
 from .common.command import with_options
 from .common.guard_options import GuardOptions, run_reference
 from .common.options import (
@@ -108,8 +106,7 @@ class RunOptions:
         ),
     ] = None
     dry_run: Annotated[
-        bool,
-        flag("--dry-run", "Print which ranks would start where, and start nothing."),
+        bool, flag("--dry-run", "Print which ranks would start where, and start nothing.")
     ] = False
     show_memory: Annotated[
         bool,
@@ -335,10 +332,10 @@ def run(options: RunOptions) -> None:
     try:
         code = start(job, LaunchOptions(ranks, nodes, preview, guard=guard, explain_default=True))
     except ValueError as mistake:
-        typer.echo(f"paceline: {in_words(mistake)}", err=True)
+        say(in_words(mistake))
         code = 2
     except KeyboardInterrupt:
-        typer.echo("paceline: interrupted", err=True)
+        say("interrupted")
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ..security.text import printable
 from .common import critical_batch
 from .common import study_jobs as jobs
-from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake, say
 from .common.command import given_parameters, with_options
 from .common.options import (
     Args,
@@ -56,8 +55,7 @@ class ScaleOptions:
         ),
     ] = None
     strong: Annotated[
-        bool,
-        flag("--strong", "Strong scaling: the same global batch at every size."),
+        bool, flag("--strong", "Strong scaling: the same global batch at every size.")
     ] = False
     weak: Annotated[
         bool,
@@ -159,8 +157,7 @@ class ScaleOptions:
         ),
     ] = 0.8
     oversubscribe: Annotated[
-        bool,
-        flag("--oversubscribe", "Allow more ranks than cores or GPUs.", panel=MEASUREMENT),
+        bool, flag("--oversubscribe", "Allow more ranks than cores or GPUs.", panel=MEASUREMENT)
     ] = False
     beside: Annotated[
         bool,
@@ -305,9 +302,7 @@ def scale(context: typer.Context, options: ScaleOptions) -> None:
 
 
 def _exit_interrupted(folder: Path, signal_number: int | None) -> NoReturn:
-    typer.echo(
-        printable(f"paceline: interrupted. HINT: paceline scale --continue {folder}"), err=True
-    )
+    say(f"interrupted. HINT: paceline scale --continue {folder}")
     raise typer.Exit(128 + (signal_number or 2))
 
 
@@ -350,7 +345,7 @@ def _new_study(options: ScaleOptions) -> Path | None:
         jobs.submit_study(request, folder, of_jobs, options.jobs.dry_run)
         return None
     new_study(folder, request)
-    typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
+    say(f"the study is in {folder}")
     return folder
 
 
@@ -406,7 +401,7 @@ def _new_critical(options: ScaleOptions) -> Path:
     )
     folder = options.output or new_folder(script)
     new_critical(folder, request)
-    typer.echo(printable(f"paceline: the measurement is in {folder}"), err=True)
+    say(f"the measurement is in {folder}")
     return folder
 
 

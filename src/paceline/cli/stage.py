@@ -11,13 +11,7 @@ import typer
 
 from .common.base import DATASETS, app, examples, exit_on_mistake
 from .common.command import Command, print_json, with_options
-from .common.options import (
-    HostAndEnvOptions,
-    Json,
-    flag,
-    value_option,
-)
-from .common.sizes import bytes_of
+from .common.options import HostAndEnvOptions, Json, bytes_of, flag, value_option
 from .pack import progress
 
 if TYPE_CHECKING:
@@ -127,9 +121,9 @@ def _here(source: Path, root: str, room: int | None, beside: bool, shared: bool)
     step = _exit_with(os.getppid())
     found = staged(source, root, room=room, step=step, together=True, ended=_ended)
     if found.hosts and os.environ.get("GROUP_RANK") == "0":
-        from ..report.terminal.packed_dataset import render_staged_hosts
+        from ..report.terminal.packed_dataset import staged_sum
 
-        _say(render_staged_hosts(str(source), found.hosts))
+        _say(staged_sum(str(source), found.hosts))
     return found
 
 
@@ -142,14 +136,10 @@ def _ended(found: "Staged") -> None:
 
 
 def _show(of_hosts: list[dict[str, Any]]) -> None:
-    from rich.text import Text
+    from ..report.terminal.draw import print_blocks
+    from ..report.terminal.packed_dataset import staged_lines
 
-    from ..report.console import PlainConsole
-    from ..report.terminal.packed_dataset import render_staged
-
-    console = PlainConsole()
-    for text, style in render_staged(of_hosts):
-        console.print(Text(text, style=style))
+    print_blocks(staged_lines(of_hosts))
 
 
 def _say(text: str) -> None:

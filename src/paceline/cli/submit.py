@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from ..launch.job import Job
-from .common.base import RUN, app, examples, exit_on_mistake
+from .common.base import RUN, app, examples, exit_on_mistake, say
 from .common.command import refuse_script, with_options
-from .common.options import (
-    Args,
-    Module,
-    Script,
-    flag,
-    value_option,
-)
+from .common.options import Args, Module, Script, flag, value_option
 from .common.script_options import ScriptCommand
 
 if TYPE_CHECKING:
@@ -43,10 +37,7 @@ class SubmitOptions:
     script: Script
     args: Args = None
     nodes: Annotated[int, value_option("Number of nodes.", "N", show_default=True)] = 1
-    gpus_per_node: Annotated[
-        int | None,
-        value_option("Number of GPUs on each node.", "N"),
-    ] = None
+    gpus_per_node: Annotated[int | None, value_option("Number of GPUs on each node.", "N")] = None
     time: Annotated[
         str | None,
         value_option(
@@ -54,13 +45,9 @@ class SubmitOptions:
         ),
     ] = None
     queue: Annotated[
-        str | None,
-        value_option("Queue or partition.", "NAME", "--queue", "--partition"),
+        str | None, value_option("Queue or partition.", "NAME", "--queue", "--partition")
     ] = None
-    account: Annotated[
-        str | None,
-        value_option("Account or project to charge.", "NAME"),
-    ] = None
+    account: Annotated[str | None, value_option("Account or project to charge.", "NAME")] = None
     requeue: Annotated[
         bool,
         flag(
@@ -82,12 +69,10 @@ class SubmitOptions:
         ),
     ] = None
     cpus_per_rank: Annotated[
-        int | None,
-        value_option("Cores of each rank.", "N", panel=RESOURCES),
+        int | None, value_option("Cores of each rank.", "N", panel=RESOURCES)
     ] = None
     memory: Annotated[
-        str | None,
-        value_option("Memory of each node: 64G.", "SIZE", panel=RESOURCES),
+        str | None, value_option("Memory of each node: 64G.", "SIZE", panel=RESOURCES)
     ] = None
     switches: Annotated[
         str | None,
@@ -265,11 +250,11 @@ def submit(options: SubmitOptions) -> None:
         setup, run_options = options.setup or [], options.run_option or []
         text = command.batch_script(kind, batch, setup, job, options.record, run_options)
         if kind.no_warning and options.warn:
-            typer.echo(f"paceline: --warn {options.warn}: {kind.no_warning}", err=True)
+            say(f"--warn {options.warn}: {kind.no_warning}")
         if options.dry_run:
             typer.echo(text, nl=False)
             return
         number = command.submit_script(kind, batch, text)
     typer.echo(number)
     where = kind.output(batch, number)
-    typer.echo(f"paceline: submitted to {kind.title} as job {number}; output: {where}", err=True)
+    say(f"submitted to {kind.title} as job {number}; output: {where}")

@@ -7,11 +7,7 @@ import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, Command, json_output
-from .common.options import (
-    Json,
-    flag,
-    value_option,
-)
+from .common.options import Json, flag, value_option
 
 
 @app.command(
@@ -34,8 +30,7 @@ def top(
         ),
     ] = None,
     job: Annotated[
-        str | None,
-        value_option("Name of a running job, as paceline top lists them.", "NAME"),
+        str | None, value_option("Name of a running job, as paceline top lists them.", "NAME")
     ] = None,
     every: Annotated[
         float, value_option("Seconds between views.", "SECONDS", show_default=True)

@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..launch.linux_processes import signals_handled
-from ..security.text import printable
-from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import Command, json_output, with_options
-from .common.options import (
-    HostOptions,
-    Json,
-    Pack,
-    Stage,
-    flag,
-    output_option,
-    value_option,
-)
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake, say
+from .common.command import Command, print_json, with_options
+from .common.options import HostOptions, Json, Pack, Stage, flag, output_option, value_option
 from .common.stage_before_run import sets_of
 from .common.study_outputs import FILES, HtmlFile
 
@@ -40,8 +31,7 @@ class TuningOutputs:
         output_option("Write the parameters of the best trial to this file (TOML).", panel=FILES),
     ] = None
     csv: Annotated[
-        Path | None,
-        output_option("Write all trials to this file: one line for each.", panel=FILES),
+        Path | None, output_option("Write all trials to this file: one line for each.", panel=FILES)
     ] = None
     html: HtmlFile = None
     tensorboard: Annotated[
@@ -77,33 +67,30 @@ class TuningOutputs:
             ValueError: A file can't be written.
         """
         written = []
-        for path, make in self._makers():
-            if path is None:
-                continue
-            try:
-                written.append(f"paceline: {make(view, path)}")
-            except ValueError as mistake:
-                if is_shown:
-                    raise
-                written.append(f"paceline: {mistake}")
-        self._print(view)
-        for line in written:
-            typer.echo(printable(line), err=True)
-
-    def _makers(self) -> list[tuple[Path | None, Callable[["TuningView", Path], str]]]:
-        return [
+        makers: list[tuple[Path | None, Callable[[TuningView, Path], str]]] = [
             (self.csv, _write_csv),
             (self.best, _write_best),
             (self.html, _write_page),
             (self.tensorboard, _write_hparams),
         ]
+        for path, make in makers:
+            if path is None:
+                continue
+            try:
+                written.append(make(view, path))
+            except ValueError as mistake:
+                if is_shown:
+                    raise
+                written.append(str(mistake))
+        self._print(view)
+        for line in written:
+            say(line)
 
     def _print(self, view: "TuningView") -> None:
         if self.json is not None:
-            from ..report.tuning.tuning_files import json_text
+            from ..report.tuning.tuning_files import tuning_json
 
-            with json_output(self.json):
-                typer.echo(json_text(view), nl=False)
+            print_json(tuning_json(view), self.json, indent=1)
             return
         from ..report.terminal.draw import print_panel
         from ..report.tuning.tuning_document import tuning_document
@@ -226,7 +213,7 @@ def tune(
         files.finish(end.view, is_shown=False)
     if not end.is_complete:
         why = "interrupted" if received else "the time is over"
-        typer.echo(printable(f"paceline: {why}. HINT: paceline tune {study} --continue"), err=True)
+        say(f"{why}. HINT: paceline tune {study} --continue")
         if received:
             raise typer.Exit(128 + received[0])
 
@@ -251,7 +238,7 @@ def _signals() -> Iterator[list[int]]:
         if len(received) > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT:
-            typer.echo("paceline: ending the trials; Ctrl-C again kills them", err=True)
+            say("ending the trials; Ctrl-C again kills them")
 
     with signals_handled(take, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield received

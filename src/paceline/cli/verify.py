@@ -160,7 +160,7 @@ def _answer(
     """Run the script, print what was found, and end with the exit code."""
     from ..analyze.verification.find import judge
     from ..report import verification_document as report
-    from ..report.verdict.of_verification import exit_code
+    from ..report.verification_document import exit_code
     from ..study.verify.verify import run_verification
 
     with exit_on_mistake():

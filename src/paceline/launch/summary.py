@@ -29,8 +29,8 @@ def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGua
     """
     from ..analyze.figures.report import analyse
     from ..analyze.records.load_run import load_run
+    from ..report.run_verdict import run_json
     from ..report.terminal.run_report import render
-    from ..report.verdict.of_run import run_json
 
     try:
         report = analyse(load_run(folder))

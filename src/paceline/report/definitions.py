@@ -163,7 +163,7 @@ DEFINITIONS = {
     "have an interval that contains the true mean.",
     "cause interval": "The 90 % interval of the experiment, extended to contain the value of the "
     "record.",
-    **{f"held by {one.name}": one.definition for one in INDICATORS.values()},
+    **{f"held by {indicator.name}": indicator.definition for indicator in INDICATORS.values()},
     "remedy": "A change that addresses a cause, with a predicted gain: a knob or an edit of the "
     "script.",
     "predicted gain": "Relative increase of samples/s with this remedy alone, as predicted before "
@@ -208,36 +208,20 @@ DEFINITIONS = {
 }
 
 # Terms of the glossary that the page shows, with their keys in DEFINITIONS.
+_UNCHANGED = (
+    *("all-reduce", "bubble", "cause", "collective", "exposed communication", "ideal"),
+    *("interleaved", "node", "noise", "POP efficiencies", "rank", "remedy", "roofline"),
+    *("round", "rung", "state", "step", "straggler", "survey", "transfer", "wait", "waterfall"),
+    "window",
+)
 GLOSSARY = {
-    "all-reduce": "all-reduce",
+    **{term: term for term in _UNCHANGED},
     "bandwidth, algorithm": "algbw",
     "bandwidth, bus": "busbw",
-    "bubble": "bubble",
-    "cause": "cause",
-    "collective": "collective",
     "confirmed cause": "confirmed",
-    "exposed communication": "exposed communication",
-    "ideal": "ideal",
-    "interleaved": "interleaved",
     "load balance": "load_balance",
     "loss, of time": "loss",
-    "node": "node",
-    "noise": "noise",
     "overlap": "hidden",
-    "POP efficiencies": "POP efficiencies",
     "process group": "group",
-    "rank": "rank",
-    "remedy": "remedy",
-    "roofline": "roofline",
-    "round": "round",
-    "rung": "rung",
-    "state": "state",
-    "step": "step",
-    "straggler": "straggler",
-    "survey": "survey",
-    "transfer": "transfer",
     "useful time": "useful",
-    "wait": "wait",
-    "waterfall": "waterfall",
-    "window": "window",
 }

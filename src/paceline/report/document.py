@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ..analyze.figures.report import Report
-from .verdict.verdict import Verdict, end_sentence
+from .verdict import Verdict, end_sentence
 
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 NOT_KNOWN = "\N{EN DASH}"  # in place of a value
@@ -51,7 +51,7 @@ NEW_LINE = Part("\n", where=PAGE)
 def parts_of(text: Text, where: str) -> list[Part]:
     """Return the parts of a text that a medium shows."""
     pieces = [text] if isinstance(text, str | Part) else text
-    parts = [Part(one) if isinstance(one, str) else one for one in pieces]
+    parts = [Part(piece) if isinstance(piece, str) else piece for piece in pieces]
     return [part for part in parts if part.where in (BOTH, where)]
 
 
@@ -109,6 +109,28 @@ class Column:
     ratio: int = 0
 
 
+def on_page(text: str, style: str = "", figure: str = "", term: str = "") -> Part:
+    """Return a part that only pages show."""
+    return Part(text, style, figure, term, PAGE)
+
+
+def in_terminal(text: str, style: str = "") -> Part:
+    """Return a part that only the terminal shows."""
+    return Part(text, style, where=TERMINAL)
+
+
+def columns(*headings: str, left: int = 1) -> list[Column]:
+    """Return the columns of headings: "HEADING" or "HEADING|KEY", KEY of a definition.
+
+    The first ``left`` columns, and those without a heading, are aligned at the left.
+    """
+    found = []
+    for number, heading in enumerate(headings):
+        name, _, term = heading.partition("|")
+        found.append(Column(name, right=number >= left and bool(name), term=term))
+    return found
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a table. ``style`` is that of all of its cells."""
@@ -125,6 +147,9 @@ class Table:
     Attributes:
         where: BOTH, PAGE or TERMINAL.
         is_dense: Whether the terminal has one space between columns instead of two.
+        has_headings: Whether the terminal shows the headings of the columns.
+        is_breakable: Whether a narrow terminal breaks the lines of all columns, not only of the
+            last one.
         name: CSS class on a page, or "".
     """
 
@@ -133,6 +158,8 @@ class Table:
     where: str = BOTH
     is_dense: bool = False
     name: str = ""
+    has_headings: bool = True
+    is_breakable: bool = False
 
     def shown(self, where: str) -> tuple[list[Column], list[Row]]:
         """Return the columns and rows that a medium shows."""
@@ -322,7 +349,7 @@ Shown = TypeVar("Shown", bound="Part | Block | Section")
 
 def only(where: str, shown: Iterable[Shown]) -> list[Shown]:
     """Return the blocks or parts that a medium shows, to be shown there only."""
-    return [replace(one, where=where) for one in shown if one.where in (BOTH, where)]
+    return [replace(part, where=where) for part in shown if part.where in (BOTH, where)]
 
 
 @dataclass(frozen=True)
@@ -342,6 +369,11 @@ class Section:
     blocks: Sequence[Block]
     heading: Text = ""
     where: str = BOTH
+
+
+def nodes_section(blocks: Sequence[Block]) -> Section:
+    """Return the section of a page about the nodes of runs."""
+    return Section("places", "Nodes", blocks, "Nodes, bindings and versions", PAGE)
 
 
 @dataclass(frozen=True)
@@ -365,6 +397,6 @@ class Document:
         found = []
         for section in self.sections:
             if section.where in (BOTH, where):
-                blocks = [one for one in section.blocks if one.where in (BOTH, where)]
+                blocks = [block for block in section.blocks if block.where in (BOTH, where)]
                 found.append((section, blocks))
         return [(section, blocks) for section, blocks in found if blocks]

@@ -1,4 +1,6 @@
-"""Tables of what is exchanged: axes of the mesh, process groups, sharded blocks, layers, halos."""
+"""What ranks exchange: axes of the mesh, process groups, sharded blocks, layers, halos."""
+
+from collections.abc import Iterable
 
 from ..analyze.diagnosis.evidence import MIN_SHARE
 from ..analyze.figures.report import Report
@@ -7,13 +9,55 @@ from ..analyze.sharding.sharded_model import describe_blocks, exposed_s
 from . import document as doc
 from .definitions import DEFINITIONS
 from .numbers import counted, duration, percent, size
+from .verdict import capitalized
 
 MAX_LISTED, MAX_LISTED_ON_PAGE = 8, 40  # blocks, layers, halos or process groups
 _SHARES = ("wait", "transfer", "hidden")
-_LATE = ("late in forward", "late in backward", "late reductions")
+_SHARE_COLUMNS = ("wait|wait", "transfer|transfer", "hidden|hidden")
+_EXPOSED = "exposed per step|exposed communication"
 
 
-def axes_table(report: Report) -> doc.Table | None:
+def exchange_sections(report: Report, *, is_page: bool) -> Iterable[doc.Section]:
+    """Return the tables of axes, layers, halos, process groups and sharded blocks."""
+    most = MAX_LISTED_ON_PAGE if is_page else MAX_LISTED
+    tables: list[tuple[doc.Table | None, doc.Text]] = [
+        (
+            _axes_table(report),
+            "Shares of all ranks' time: the waits and transfers of the axes add up to those of the "
+            "ranks.",
+        ),
+        (
+            _layers_table(report, most),
+            "Calls in a step of a mean rank, and the exposed time of each.",
+        ),
+        (_halos_table(report, most), ""),
+        (
+            _groups_table(report, most),
+            doc.text("Wait and transfer are [exposed communication]; hidden is [overlap|hidden]."),
+        ),
+    ]
+    blocks: list[doc.Block] = []
+    for table, note in tables:
+        if table is not None:
+            blocks += [doc.BLANK] if blocks else []
+            blocks += [table, *([doc.Line(note, doc.MUTED, doc.PAGE)] if note else [])]
+    heading = doc.on_page("Collectives", term="collective")
+    yield doc.Section("collectives", "Collectives", blocks, heading)
+    if (table := _blocks_table(report, most)) is not None:
+        note = (
+            "Each column of gathers and reductions has their number in a step, and how late each "
+            "of them comes."
+        )
+        sharded: list[doc.Block] = [
+            *doc.lines(exposed_blocks(report)),
+            table,
+            doc.Line(note, doc.MUTED, doc.PAGE),
+        ]
+        heading = doc.on_page("Sharded blocks", term="sharded block")
+        yield doc.Section("blocks", "Sharded blocks", sharded, heading)
+
+
+def _axes_table(report: Report) -> doc.Table | None:
     """Return the axes of the mesh with what each costs; None without other axes than data."""
     if not report.axes:
         return None
@@ -24,36 +68,26 @@ def axes_table(report: Report) -> doc.Table | None:
         sent = "-" if axis.bytes_per_step is None else size(axis.bytes_per_step)
         figures = [*map(percent, (*shares, *efficiencies)), sent]
         rows.append(doc.Row([axis.name, str(axis.extent), str(axis.groups), *figures]))
-    columns = [
-        doc.Column("axis", right=False, term="mesh axis"),
-        doc.Column("ranks", term="rank"),
-        doc.Column("groups"),
-        *(doc.Column(name, term=name) for name in _SHARES),
-        doc.Column("load balance", term="load_balance"),
-        *map(doc.Column, ("wait eff.", "transfer eff.", "efficiency", "bytes a step")),
-    ]
+    columns = doc.columns(
+        *("axis|mesh axis", "ranks|rank", "groups", *_SHARE_COLUMNS, "load balance|load_balance"),
+        *("wait eff.", "transfer eff.", "efficiency", "bytes a step"),
+    )
     return doc.Table(columns, rows, name="axes")
 
 
-def blocks_table(report: Report, *, is_page: bool) -> doc.Table | None:
+def _blocks_table(report: Report, most: int) -> doc.Table | None:
     """Return gathers and reductions of the sharded blocks with most exposed time, or None."""
-    columns = [
-        doc.Column("sharded block", right=False, term="sharded block"),
-        doc.Column("size", term="bytes"),
-        *(doc.Column(name, term="late") for name in _LATE),
-        doc.Column("exposed per step", term="exposed communication"),
-    ]
-    return _modules(report.blocks, columns, KINDS, "block", _most(is_page))
+    columns = doc.columns(
+        *("sharded block|sharded block", "size|bytes", "late in forward|late"),
+        *("late in backward|late", "late reductions|late", _EXPOSED),
+    )
+    return _modules(report.blocks, columns, KINDS, "block", most)
 
 
-def layers_table(report: Report, *, is_page: bool) -> doc.Table | None:
+def _layers_table(report: Report, most: int) -> doc.Table | None:
     """Return the exchange of the layers of a tensor axis with most exposed time, or None."""
-    columns = [
-        doc.Column("layer of the tensor axis", right=False),
-        *map(doc.Column, ("size", *LAYER_KINDS)),
-        doc.Column("exposed per step", term="exposed communication"),
-    ]
-    return _modules(report.layers, columns, LAYER_KINDS, "layer", _most(is_page))
+    columns = doc.columns("layer of the tensor axis", "size", *LAYER_KINDS, _EXPOSED)
+    return _modules(report.layers, columns, LAYER_KINDS, "layer", most)
 
 
 def _modules(
@@ -72,11 +106,11 @@ def _modules(
     blocks = sorted(found, key=lambda block: -block.exposed_s())
     rows = []
     for block in blocks[:most]:
-        calls = {one.kind: one for one in block.calls}
-        cells = [block.name, size(max((one.bytes for one in block.calls), default=0.0))]
+        calls = {call.kind: call for call in block.calls}
+        cells = [block.name, size(max((call.bytes for call in block.calls), default=0.0))]
         for kind in kinds:
-            one = calls.get(kind)
-            cells.append(f"{one.count:.3g} x {duration(one.late_s)}" if one is not None else "-")
+            call = calls.get(kind)
+            cells.append(f"{call.count:.3g} x {duration(call.late_s)}" if call is not None else "-")
         rows.append(doc.Row([*cells, duration(block.exposed_s())]))
     if more := blocks[most:]:
         rest = duration(sum(block.exposed_s() for block in more))
@@ -85,29 +119,27 @@ def _modules(
     return doc.Table(columns, rows, name=f"{word}s")
 
 
-def halos_table(report: Report, *, is_page: bool) -> doc.Table | None:
+def _halos_table(report: Report, most: int) -> doc.Table | None:
     """Return the layers that wait longest for halos, in layouts that divide samples; or None."""
     if not report.halos:
         return None
-    most = _most(is_page)
     rows = [
-        doc.Row([one.name, str(one.exchanges), size(one.bytes), percent(one.exposed)])
-        for one in report.halos[:most]
+        doc.Row([layer.name, str(layer.exchanges), size(layer.bytes), percent(layer.exposed)])
+        for layer in report.halos[:most]
     ]
     if more := report.halos[most:]:
-        rest = percent(sum(one.exposed for one in more))
+        rest = percent(sum(layer.exposed for layer in more))
         rows.append(doc.Row([f"{counted(len(more), 'more layer')} (--json)", "", "", rest]))
-    headings = ("exchanges", "received, all ranks", "exposed")
-    columns = [doc.Column("halos of", right=False), *map(doc.Column, headings)]
+    columns = doc.columns("halos of", "exchanges", "received, all ranks", "exposed")
     return doc.Table(columns, rows, name="halos")
 
 
-def groups_table(report: Report, *, is_page: bool) -> doc.Table | None:
+def _groups_table(report: Report, most: int) -> doc.Table | None:
     """Return the collectives of the process groups with most wait and transfer time, or None."""
     if not report.groups:
         return None
     order = sorted(enumerate(report.groups), key=lambda pair: -(pair[1].wait + pair[1].transfer))
-    most, rows = _most(is_page), []
+    rows = []
     for at, group in order[:most]:
         for number, kind in enumerate(group.collectives):
             path = f"groups.{at}.collectives.{number}"
@@ -136,12 +168,8 @@ def groups_table(report: Report, *, is_page: bool) -> doc.Table | None:
             doc.Row([others, "", "mean of their ranks", "", "", *map(percent, means), "", ""])
         )
     columns = [
-        doc.Column("process group", right=False, term="group"),
-        doc.Column("ranks", term="rank"),
-        doc.Column("collective", right=False, term="collective"),
-        doc.Column("count", term="count"),
-        doc.Column("bytes each", term="bytes"),
-        *(doc.Column(name, term=name) for name in _SHARES),
+        *doc.columns("process group|group", "ranks|rank"),
+        *doc.columns("collective|collective", "count|count", "bytes each|bytes", *_SHARE_COLUMNS),
         doc.Column("algbw GB/s", term="algbw", where=doc.PAGE),
         doc.Column("busbw GB/s", term="busbw"),
     ]
@@ -152,14 +180,9 @@ def _rate(value: float | None) -> str:
     return doc.NOT_KNOWN if value is None else f"{value:.3g}"
 
 
-def _most(is_page: bool) -> int:
-    return MAX_LISTED_ON_PAGE if is_page else MAX_LISTED
-
-
 def exposed_blocks(report: Report) -> list[str]:
     """Return a sentence if the gathers and reductions take a relevant part of the steps."""
     times = report.step_times
     if times is None or exposed_s(report.blocks) < MIN_SHARE * times.median_s:
         return []
-    text = describe_blocks(report.blocks)
-    return [f"{text[0].upper()}{text[1:]}"]
+    return [capitalized(describe_blocks(report.blocks))]

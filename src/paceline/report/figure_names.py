@@ -1,7 +1,9 @@
-"""Names of figures in tables, with the keys of their definitions."""
+"""Names of figures and states in what people read; JSON and records have their keys."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ..analyze.figures.report import Report
+from ..analyze.records.state_timeline import STATES
 from . import document as doc
 from .document import Part
 from .numbers import percent
@@ -42,6 +44,12 @@ TERMS = {
     },
 }
 
+# Of a change that is not known to be real
+NOISE: Mapping[bool | None, str] = {
+    None: "too few steps to distinguish it from noise",
+    False: "within the noise",
+}
+
 # Efficiencies of a run, in the order of their tree; the last one is the product of the others.
 EFFICIENCIES = (
     *("parallel", "load_balance", "communication", "serialisation", "transfer", "checkpoint"),
@@ -52,6 +60,25 @@ EFFICIENCIES = (
 def named_figure(name: str) -> Part:
     """Return the name of a figure, indented by its depth in the tree of efficiencies."""
     return Part(NAMES[name], term=TERMS.get(name, name))
+
+
+STATE_NAMES = {state: state for state in STATES} | {"starved": "core wait"}
+
+
+def shown_states(states: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the states that a table of these ranks' shares has: bubble in pipelines only."""
+    has_bubble = any(rank.get("bubble") for rank in states)
+    return [name for name in STATES if name != "bubble" or has_bubble]
+
+
+def state_name(report: Report, state: str) -> str:
+    """Return the name of a state in a report.
+
+    Wait and transfer cannot be distinguished if the clocks could not be aligned.
+    """
+    if state == "transfer" and not report.clocks_aligned:
+        return "wait or transfer"
+    return STATE_NAMES.get(state, state)
 
 
 def state_legend(names: Mapping[str, str], shares: Mapping[str, float] | None = None) -> doc.Legend:

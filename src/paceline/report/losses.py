@@ -8,7 +8,7 @@ from ..analyze.figures.stalls import STILL
 from . import document as doc
 from .numbers import percent, size
 from .sentences import doing, sentence
-from .verdict.verdict import begin_sentence
+from .verdict import begin_sentence
 
 MAX_DESCRIBED_LOSSES = 3
 MIN_LISTED_LOSS = 0.001  # of all ranks' time
@@ -138,19 +138,17 @@ def loss_items(report: Report, path: str = "") -> tuple[list[doc.Item], float]:
     """
     found = largest_losses(report)
     items = []
-    for number, one in enumerate(found):
-        share = doc.Part(percent(one.share), doc.STRONG, f"{path}losses.{number}.share")
-        why = one.why
-        if one.together is not None:
+    for number, loss in enumerate(found):
+        share = doc.Part(percent(loss.share), doc.STRONG, f"{path}losses.{number}.share")
+        why = loss.why
+        if loss.together is not None:
             is_wait = report.losses[number].kind == "wait"
             other = "time of this rank itself" if is_wait else "waits of the other ranks for it"
-            why += f" Together with the {other}: {percent(one.together)} of all ranks' time."
-        explained = [
-            doc.Part(text, where=doc.PAGE) for text in (why, f"Where to look: {one.look}.")
-        ]
-        label = [doc.Part(f"{number + 1}. ", where=doc.TERMINAL), share]
-        items.append(doc.Item(label, one.what, explained))
-    return items, sum(loss.share for loss in report.losses) - sum(one.share for one in found)
+            why += f" Together with the {other}: {percent(loss.together)} of all ranks' time."
+        explained = [doc.on_page(text) for text in (why, f"Where to look: {loss.look}.")]
+        label = [doc.in_terminal(f"{number + 1}. "), share]
+        items.append(doc.Item(label, loss.what, explained))
+    return items, sum(loss.share for loss in report.losses) - sum(loss.share for loss in found)
 
 
 def _explain(loss: Loss, report: Report) -> Explanation:
@@ -171,10 +169,10 @@ def _explain(loss: Loss, report: Report) -> Explanation:
 def _rate(loss: Loss, report: Report) -> str:
     """Return the size and the bus bandwidth of the loss's collective, in words."""
     for group in report.groups:
-        for one in group.collectives:
-            if (group.name, one.name) == (loss.group, loss.collective) and one.busbw is not None:
-                each = size(one.bytes / one.count)
-                return f" ({each} on average, at {one.busbw:.2g} GB/s of bus bandwidth)"
+        for collective in group.collectives if group.name == loss.group else ():
+            if collective.name == loss.collective and collective.busbw is not None:
+                each = size(collective.bytes / collective.count)
+                return f" ({each} on average, at {collective.busbw:.2g} GB/s of bus bandwidth)"
     return ""
 
 
@@ -184,8 +182,8 @@ def _together(loss: Loss, report: Report) -> float | None:
     if kind not in _OWN:
         return None
     halves = [
-        one.share
-        for one in report.losses
-        if kind == (one.doing if one.kind == "wait" else one.kind)
+        loss.share
+        for loss in report.losses
+        if kind == (loss.doing if loss.kind == "wait" else loss.kind)
     ]
     return sum(halves) if len(halves) > 1 else None

@@ -65,10 +65,15 @@ def joined(parts: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def of_group(group: str | None) -> str:
+    """Return " of group NAME"; "" for the group of all ranks."""
+    return "" if group in (None, "0", "default_pg") else f" of group {group}"
+
+
 def finite(value: Any) -> Any:
     """Return a tree of values with None for numbers that are not finite, which JSON has not."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(child) for child in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,9 +24,9 @@ from ..cost.machine.machine_file import load as load_machine
 from . import run_comparison as comparison
 from .console import PlainConsole, output_width
 from .numbers import counted
+from .run_verdict import run_json
 from .terminal.draw import draw_panel
 from .terminal.run_report import panel
-from .verdict.of_run import run_json
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def make_report(
         )
     machine_facts = load_machine(machine) if machine is not None else None
     examined = [analyse_with_window(load(folder), step_range, machine_facts) for folder in every]
-    if machine_facts is not None and not any(one.report.work for one in examined):
+    if machine_facts is not None and not any(run.report.work for run in examined):
         raise ValueError(
             f"--machine {machine}: no step of {folders[0]} was counted. HINT: record the run "
             "again with paceline run --record DIR --count-flops and more than 11 steps"
         )
-    reports = [one.report for one in examined]
+    reports = [run.report for run in examined]
     groups = _before_and_after(reports, len(baseline))
     gate = None
     if tolerance is not None:
@@ -107,7 +107,9 @@ def make_report(
         written += [comparison.describe_gate(gate)] if gate is not None else []
         return ReportOutput("".join(f"{line}\n" for line in written), gate)
     if len(reports) == 1:
-        return ReportOutput(_single_report(reports[0], as_json))
+        if as_json:
+            return ReportOutput(run_json(reports[0]) + "\n")
+        return ReportOutput(_render(lambda width: panel(reports[0], width, full=True)))
     if groups is not None:
         if as_json:
             return ReportOutput(_comparison_json(*groups, gate), gate)
@@ -130,12 +132,6 @@ def _comparison_json(before: Reports, after: Reports, gate: Gate | None) -> str:
         chance=chance_limit(changes),
         gate=asdict(gate) if gate is not None else None,
     )
-
-
-def _single_report(report: Report, as_json: bool) -> str:
-    if as_json:
-        return run_json(report) + "\n"
-    return _render(lambda width: panel(report, width, full=True))
 
 
 def _before_and_after(
@@ -166,7 +162,7 @@ def _write_page(examined: list[RunAnalysis], path: Path) -> str:
     from .page.run_page import single
     from .page.write_page import document_page, save
 
-    reports = [one.report for one in examined]
+    reports = [run.report for run in examined]
     if len(examined) == 1:
         return save(single(examined[0]), path)
     if len(reports) == 2 and (groups := _before_and_after(reports)) is not None:

@@ -24,22 +24,17 @@ from ..analyze.figures.losses import Loss
 from ..analyze.figures.report import Report, RunAnalysis
 from ..analyze.records.state_timeline import STATES
 from . import document as doc
-from .figure_names import NAMES, named_figure, state_legend
+from .figure_names import EFFICIENCIES, NAMES, NOISE, STATE_NAMES, named_figure, state_legend
 from .numbers import amount, counted, duration, figure, joined, signed_duration
 from .page.run_page import times
 from .sentences import sentence
-from .state_names import STATE_NAMES
+from .verdict import capitalized
 
 # Figures of a scaling table, from the global efficiency to its factors.
-FACTORS = (
-    *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
-    *("transfer", "checkpoint", "validation", "input", "starved", "other", "bubble"),
-    "computation_scalability",
-)
+FACTORS = ("global_efficiency", *EFFICIENCIES[:-1], "computation_scalability")
 _SHOWN = 8  # most changed losses that are shown
 _TOLD = 0.02  # share of a step by which the time of a shown loss has changed at least
 _GATE_STYLES = {"slower": doc.WORSE, "uncertain": doc.DOUBT, "passed": doc.BETTER}
-_BLANK = doc.Line("", where=doc.TERMINAL)
 
 
 def comparison_document(before: Reports, after: Reports, gate: Gate | None = None) -> doc.Document:
@@ -48,7 +43,7 @@ def comparison_document(before: Reports, after: Reports, gate: Gate | None = Non
     lead = _lead(changes)
     figures: list[doc.Block] = [_figures(changes)]
     if chance := describe_chance(before, after, changes):
-        figures += [_BLANK, doc.Line(chance)]
+        figures += [doc.BLANK, doc.Line(chance)]
     doubts = [f"{r.name}: {doubt}." for r in (*before, *after) for doubt in r.doubts]
     end: list[doc.Block] = [doc.Line(doubt, doc.DOUBT) for doubt in doubts]
     if gate is not None:
@@ -59,28 +54,24 @@ def comparison_document(before: Reports, after: Reports, gate: Gate | None = Non
         "Before and after",
         [
             doc.Section("summary", "Summary", _summary(lead, before[0], after[0]), where=doc.PAGE),
-            doc.Section("figures", "Figures", figures, _on_page("All figures")),
+            doc.Section("figures", "Figures", figures, doc.on_page("All figures")),
             doc.Section(
-                "states", "States", _states(states, lead), _on_page("Time per step, by state")
+                "states", "States", _states(states, lead), doc.on_page("Time per step, by state")
             ),
-            doc.Section("reliability", "Reliability", end, _on_page("Reliability")),
+            doc.Section("reliability", "Reliability", end, doc.on_page("Reliability")),
             *_of_runs(both, "Step times of both runs"),
         ],
         [_about(label, report) for label, report in both],
     )
 
 
-def _on_page(heading: str) -> doc.Part:
-    return doc.Part(heading, where=doc.PAGE)
-
-
 def _about(label: str, report: Report) -> doc.Text:
-    command = doc.Part(_command(report), doc.CODE, where=doc.PAGE)
+    command = doc.on_page(_command(report), doc.CODE)
     return [
         f"{label + ':':8}",
-        doc.Part(report.name, where=doc.TERMINAL),
+        doc.in_terminal(report.name),
         command,
-        _on_page(f" ({report.name})"),
+        doc.on_page(f" ({report.name})"),
     ]
 
 
@@ -96,25 +87,24 @@ def _of_runs(runs: Sequence[tuple[str, Report]], label: str) -> list[doc.Section
     steps: doc.Text = [doc.Part("Step time", term="step time"), " over the runs"]
     return [
         doc.Section("steps", "Step times", [doc.Chart("courses", caption, label)], steps, doc.PAGE),
-        doc.Section("places", "Nodes", nodes, "Nodes, bindings and versions", doc.PAGE),
+        doc.nodes_section(nodes),
     ]
 
 
 def _figures(changes: Sequence[FigureChange]) -> doc.Table:
     rows = []
-    for number, one in enumerate(changes):
-        told, style = verdict(one)
-        relative = f"{100 * (one.after / one.before - 1):+.1f} %" if one.before else "+0.0 %"
+    for number, change in enumerate(changes):
+        judgement, style = verdict(change)
+        ratio = change.after / change.before if change.before else 1.0
         cells: list[doc.Text] = [
-            named_figure(one.figure),
-            doc.Part(figure(one.before), figure=f"rows.{number}.before"),
-            doc.Part(figure(one.after), figure=f"rows.{number}.after"),
-            relative,
-            doc.Part(told, style),
+            named_figure(change.figure),
+            doc.Part(figure(change.before), figure=f"rows.{number}.before"),
+            doc.Part(figure(change.after), figure=f"rows.{number}.after"),
+            f"{100 * (ratio - 1):+.1f} %",
+            doc.Part(judgement, style),
         ]
         rows.append(doc.Row(cells))
-    columns = [doc.Column("", right=False), *map(doc.Column, ("before", "after", "change"))]
-    return doc.Table([*columns, doc.Column("", right=False)], rows)
+    return doc.Table(doc.columns("", "before", "after", "change", ""), rows)
 
 
 def describe_chance(before: Reports, after: Reports, changes: list[FigureChange]) -> str:
@@ -159,20 +149,19 @@ def _states(found: StateChanges | None, lead: str) -> list[doc.Block]:
         is_whole = row is found.whole
         at = "states.whole" if is_whole else f"states.rows.{number}"
         name = f"whole {found.unit}" if is_whole else STATE_NAMES[row.state]
-        told, style = state_verdict(row)
+        judgement, style = state_verdict(row)
         cells: list[doc.Text] = [
             doc.Part(name, term="" if is_whole else row.state),
             doc.Part(duration(row.before_s), figure=f"{at}.before_s"),
             doc.Part(duration(row.after_s), figure=f"{at}.after_s"),
             signed_duration(row.longer_s),
             "" if row.limit_s is None else f"± {duration(row.limit_s)}",
-            doc.Part(told, style),
+            doc.Part(judgement, style),
         ]
         rows.append(doc.Row(cells))
-    columns = [doc.Column(f"time per {found.unit}", right=False, term="state")]
-    columns += [*map(doc.Column, ("before", "after", "change")), doc.Column("noise", term="noise")]
-    table = doc.Table([*columns, doc.Column("", right=False)], rows)
-    return [*blocks, table, _BLANK, doc.Line(explanation(found), doc.STRONG)]
+    headings = (f"time per {found.unit}|state", "before", "after", "change", "noise|noise", "")
+    table = doc.Table(doc.columns(*headings), rows)
+    return [*blocks, table, doc.BLANK, doc.Line(explanation(found), doc.STRONG)]
 
 
 def _state_chart(lead: str) -> list[doc.Block]:
@@ -182,10 +171,8 @@ def _state_chart(lead: str) -> list[doc.Block]:
 
 def state_verdict(row: StateChange) -> tuple[str, str]:
     """Return whether a state's time has changed, as ``verdict`` does."""
-    if row.real is None:
-        return "too few steps to distinguish it from noise", doc.MUTED
     if not row.real:
-        return "within the noise", doc.MUTED
+        return NOISE[row.real], doc.MUTED
     return ("longer", doc.WORSE) if row.longer_s > 0 else ("shorter", doc.BETTER)
 
 
@@ -212,10 +199,8 @@ def explanation(found: StateChanges) -> str:
 
 def verdict(change: FigureChange) -> tuple[str, str]:
     """Return whether a change exceeds the noise, in words, and its style."""
-    if change.real is None:
-        return "too few steps to distinguish it from noise", doc.MUTED
     if not change.real:
-        return "within the noise", doc.MUTED
+        return NOISE[change.real], doc.MUTED
     better = (change.after > change.before) != (change.figure == "step_ms")
     return ("better", doc.BETTER) if better else ("worse", doc.WORSE)
 
@@ -229,11 +214,8 @@ def _summary(lead: str, before: Report, after: Report) -> list[doc.Block]:
         first, second = (duration(value) if value else "0" for value in (old, new))
         rows.append(doc.Row([what, first, doc.Part(second, style)]))
     if rows:
-        columns = [doc.Column("loss, mean time per step", right=False, term="loss")]
-        blocks += [
-            doc.Heading("Changed losses"),
-            doc.Table([*columns, doc.Column("before"), doc.Column("after")], rows),
-        ]
+        columns = doc.columns("loss, mean time per step|loss", "before", "after")
+        blocks += [doc.Heading("Changed losses"), doc.Table(columns, rows)]
     if differences := _differences(before, after):
         blocks += [doc.Heading("Other differences"), doc.Bullets(differences)]
     return blocks
@@ -248,22 +230,22 @@ def step_s(report: Report) -> float:
 
 def _lead(changes: list[FigureChange]) -> str:
     """Return the change of the throughput in one sentence."""
-    rate = next((one for one in changes if one.figure == "samples_per_s"), None)
-    rate = rate or next((one for one in changes if one.figure == "step_ms"), None)
+    rate = next((change for change in changes if change.figure == "samples_per_s"), None)
+    rate = rate or next((change for change in changes if change.figure == "step_ms"), None)
     if rate is None or not rate.before or not rate.after:
         return "One of the runs has too few steps for a comparison."
     times = rate.after / rate.before
     if rate.figure == "step_ms":
-        times, told = 1 / times, f"{rate.after:.3g} ms per step instead of {rate.before:.3g} ms"
+        times, rates = 1 / times, f"{rate.after:.3g} ms per step instead of {rate.before:.3g} ms"
     else:
-        told = f"{amount(rate.after)} samples/s instead of {amount(rate.before)}"
+        rates = f"{amount(rate.after)} samples/s instead of {amount(rate.before)}"
     if rate.real is None:
         sure = " The runs have too few steps to distinguish the change from noise."
     elif not rate.real:
-        return f"The change is within the noise: {told}, {100 * (times - 1):+.1f} %."
+        return f"The change is within the noise: {rates}, {100 * (times - 1):+.1f} %."
     else:
         sure = " The change exceeds the noise."
-    return f'The run "after" is {times:.2f} times as fast as the run "before": {told}.{sure}'
+    return f'The run "after" is {times:.2f} times as fast as the run "before": {rates}.{sure}'
 
 
 def _changed(before: Report, after: Report) -> list[tuple[str, float, float]]:
@@ -278,10 +260,10 @@ def _changed(before: Report, after: Report) -> list[tuple[str, float, float]]:
             loss.share * step_s(report) if loss is not None else 0.0
             for loss, report in zip(both, (before, after), strict=True)
         ]
-        told, report = (both[1], after) if both[1] is not None else (both[0], before)
-        assert told is not None
-        what = sentence(told, report).partition(" Seen at ")[0]
-        rows.append((what[0].upper() + what[1:], seconds[0], seconds[1]))
+        loss_shown, report = (both[1], after) if both[1] is not None else (both[0], before)
+        assert loss_shown is not None
+        what = sentence(loss_shown, report).partition(" Seen at ")[0]
+        rows.append((capitalized(what), seconds[0], seconds[1]))
     rows.sort(key=lambda row: -abs(row[2] - row[1]))
     least = _TOLD * max(step_s(before), step_s(after))
     return [row for row in rows if abs(row[2] - row[1]) > least][:_SHOWN]
@@ -324,8 +306,8 @@ def comparison_charts(runs: Sequence[RunAnalysis], labels: Sequence[str]) -> dic
     """Return the time per step in each state and the step times of each run, in s."""
     shares: dict[str, list[float]] = {state: [] for state in STATES}
     courses = []
-    for one, label in zip(runs, labels, strict=True):
-        report, m = one.report, one.measured
+    for run, label in zip(runs, labels, strict=True):
+        report, m = run.report, run.measured
         for state in STATES:
             mean = sum(rank[state] for rank in report.states) / max(len(report.states), 1)
             shares[state].append(mean * step_s(report))
@@ -346,7 +328,11 @@ def scaling_document(reports: Sequence[Report]) -> doc.Document:
     labels = [counted(report.size, "rank") for report in reports]
     lead = _scaling_lead(found)
     stages = [_stage(first, then) for first, then in itertools.pairwise(found)]
-    doubts = [f"{report.name}: {doubt}." for report in reports for doubt in report.doubts]
+    doubts = [
+        doc.Line(f"{report.name}: {doubt}.", doc.DOUBT)
+        for report in reports
+        for doubt in report.doubts
+    ]
     summary: list[doc.Block] = [doc.Line(lead, doc.LEAD), doc.Bullets(stages), *_state_chart(lead)]
     speedup = "Speed-up relative to the run with the fewest ranks. Dashed: the ideal speed-up."
     efficiency = "Efficiencies. An efficiency of 0.8 or above is good."
@@ -361,14 +347,12 @@ def scaling_document(reports: Sequence[Report]) -> doc.Document:
             doc.Section(
                 "curves", "Curves", [doc.Charts(charts)], "Speed-up and efficiency", doc.PAGE
             ),
-            doc.Section("figures", "Figures", [_scaling_table(found)], _on_page("All figures")),
-            doc.Section(
-                "doubts", "Doubts", [doc.Line(one, doc.DOUBT) for one in doubts], _on_page("Doubts")
-            ),
+            doc.Section("figures", "Figures", [_scaling_table(found)], doc.on_page("All figures")),
+            doc.Section("doubts", "Doubts", doubts, doc.on_page("Doubts")),
             *_of_runs(list(zip(labels, reports, strict=True)), "Step times of all runs"),
         ],
         [
-            [_on_page(f"{label}: "), doc.Part(_command(report), doc.CODE, where=doc.PAGE)]
+            [doc.on_page(f"{label}: "), doc.on_page(_command(report), doc.CODE)]
             for label, report in zip(labels, reports, strict=True)
         ],
     )
@@ -390,15 +374,15 @@ def _scaling_table(found: Sequence[ScalingRow]) -> doc.Table:
                     doc.Part(doc.NOT_KNOWN if value is None else figure(value), figure=path)
                 )
         rows.append(doc.Row([named_figure(name), *cells]))
-    sizes = [doc.Column(str(scale.ranks)) for scale in found]
-    return doc.Table([doc.Column("ranks", right=False, term="rank"), *sizes], rows)
+    sizes = (str(scale.ranks) for scale in found)
+    return doc.Table(doc.columns("ranks|rank", *sizes), rows)
 
 
 def scaling_charts(runs: Sequence[RunAnalysis]) -> dict[str, Any]:
     """Return the data of the charts of runs on different numbers of ranks."""
-    runs = sorted(runs, key=lambda one: one.report.size)
-    labels = [counted(one.report.size, "rank") for one in runs]
-    return {**comparison_charts(runs, labels), **_curves(scaling([one.report for one in runs]))}
+    runs = sorted(runs, key=lambda run: run.report.size)
+    labels = [counted(run.report.size, "rank") for run in runs]
+    return {**comparison_charts(runs, labels), **_curves(scaling([run.report for run in runs]))}
 
 
 def _scaling_lead(found: list[ScalingRow]) -> str:
@@ -461,6 +445,6 @@ def _curves(found: list[ScalingRow]) -> dict[str, Any]:
         "speedup": {"ranks": ranks, "lines": speedup, "log": True},
         "efficiency": {
             "ranks": ranks,
-            "lines": [one for one in lines if any(v is not None for v in one["values"])],
+            "lines": [line for line in lines if any(v is not None for v in line["values"])],
         },
     }

@@ -6,18 +6,12 @@ from typing import Any
 from ..analyze.figures.report import Report
 from ..analyze.figures.steps import StepTimes
 from . import document as doc
-from .exchange_tables import (
-    axes_table,
-    blocks_table,
-    exposed_blocks,
-    groups_table,
-    halos_table,
-    layers_table,
-)
-from .figure_names import EFFICIENCIES, named_figure, state_legend
+from .exchange_tables import exchange_sections, exposed_blocks
+from .figure_names import EFFICIENCIES, named_figure, shown_states, state_legend, state_name
 from .losses import MIN_LISTED_LOSS, loss_items
 from .numbers import amount, counted, duration, percent
 from .roofline import draw_roofline
+from .run_verdict import verdict_of_run
 from .sentences import (
     core_wait_sentence,
     memory_warnings,
@@ -29,8 +23,6 @@ from .sentences import (
     troubles,
     work_sentences,
 )
-from .state_names import shown_states, state_name
-from .verdict.of_run import verdict_of_run
 
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
@@ -79,18 +71,15 @@ def run_document(
             "work",
             "FLOPs",
             list(_work(report, width)),
-            doc.Part("FLOPs and memory traffic of a step", where=doc.PAGE),
+            doc.on_page("FLOPs and memory traffic of a step"),
         ),
         *_reliability(report),
         doc.Section("end", "", list(_end(report, is_full)), where=doc.TERMINAL),
     ]
     if not is_full:
-        sections = [one for one in sections if one.id in ("summary", "end")]
+        sections = [section for section in sections if section.id in ("summary", "end")]
     return doc.Document(
-        [
-            doc.Part(f"Paceline: {report.name}", where=doc.PAGE),
-            doc.Part(f"Paceline: {ran}", where=doc.TERMINAL),
-        ],
+        [doc.on_page(f"Paceline: {report.name}"), doc.in_terminal(f"Paceline: {ran}")],
         f"Where the time of {counted(report.size, 'rank')} went",
         sections,
         [doc.command(report.command or [report.name])],
@@ -181,14 +170,14 @@ def _states_of_run(report: Report, width: int) -> doc.Table:
         bar = "█" * round(mean * BAR_COLUMNS) or ("▏" if mean > 0 else "")
         drawn = [doc.Part(bar, f"state-{name}"), doc.Part(MEANING[name] * is_explained, doc.MUTED)]
         rows.append(doc.Row([state_name(report, name), percent(mean), *cells, *drawn]))
-    columns = [doc.Column("state", right=False), *map(doc.Column, ("mean", *headings))]
+    columns = [*doc.columns("state"), *map(doc.Column, ("mean", *headings))]
     columns += [doc.Column("", right=False, width=BAR_COLUMNS), doc.Column("", right=False)]
     return doc.Table(columns, rows, doc.TERMINAL)
 
 
 def _measured(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Section]:
     """Return the sections about a run that has measured steps."""
-    heading = doc.Part("Efficiencies", where=doc.PAGE)
+    heading = doc.on_page("Efficiencies")
     yield doc.Section("efficiencies", "Efficiencies", list(_efficiencies(report)), heading)
     of_ranks = doc.text("[States|state] of every rank")
     yield doc.Section("states", "Ranks", list(_states(report)), of_ranks, doc.PAGE)
@@ -198,7 +187,7 @@ def _measured(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Section
         schedule = "Pipeline: the schedule as it ran"
         found = list(_pipeline(report, charts))
         yield doc.Section("pipeline", "Pipeline", found, schedule, doc.PAGE)
-    yield from _exchange(report, charts)
+    yield from exchange_sections(report, is_page=bool(charts))
     listed, rest = loss_items(report)
     if listed:
         smaller = len(report.losses) - len(listed)
@@ -239,7 +228,7 @@ def _efficiencies(report: Report) -> Iterable[doc.Block]:
             is_good = value >= doc.GOOD_EFFICIENCY
             bar = doc.Part("", bar=[("", "useful" if is_good else "wait", value)])
             grade = [doc.graded(value, f"efficiencies.{field}")]
-            grade += [] if is_good else [doc.Part(" low", doc.LOW, where=doc.PAGE)]
+            grade += [] if is_good else [doc.on_page(" low", doc.LOW)]
             note = slowest(report) if field == "load_balance" and report.size > 1 else ""
             rows.append(doc.Row([named_figure(field), bar, grade, note]))
     columns = [
@@ -270,8 +259,8 @@ def slowest(report: Report) -> doc.Text:
         return doc.Part("no rank is slower than the others by more than chance", doc.MUTED)
     excess = percent(report.slowest_excess or 0)
     return [
-        doc.Part("slowest", doc.MUTED, where=doc.TERMINAL),
-        doc.Part("slowest", term="slowest", where=doc.PAGE),
+        doc.in_terminal("slowest", doc.MUTED),
+        doc.on_page("slowest", term="slowest"),
         doc.Part(f": {report.named([report.slowest_rank])}, ", doc.MUTED),
         doc.Part(excess, doc.MUTED, "slowest_excess"),
         doc.Part(" more time outside communication than the mean", doc.MUTED),
@@ -299,12 +288,8 @@ def _states(report: Report) -> Iterable[doc.Block]:
 def states_of_ranks(report: Report, path: str = "") -> doc.Table:
     """Return the shares of each rank's time by state. ``path``: of the report in the JSON."""
     names = shown_states(report.states)
-    columns = [
-        doc.Column("rank", right=False, term="rank"),
-        doc.Column("node", right=False, term="node"),
-        *(doc.Column(state_name(report, name), term=name) for name in names),
-        doc.Column("hidden", term="hidden"),
-    ]
+    states = (f"{state_name(report, name)}|{name}" for name in names)
+    columns = doc.columns("rank|rank", "node|node", *states, "hidden|hidden", left=2)
     beside = [("hidden", report.hidden)]
     if max(report.background, default=0.0) >= MIN_BACKGROUND:
         columns.append(doc.Column("background", term="background"))
@@ -323,11 +308,12 @@ def states_of_ranks(report: Report, path: str = "") -> doc.Table:
 def _steps(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Section]:
     """Return the distribution of step times, with the causes of the outliers."""
     times, causes = report.step_times, [*troubles(report), *outliers(report)]
-    said = [f"{cause}." for cause in causes[:MAX_DESCRIBED_STEPS]]
+    sentences = [f"{cause}." for cause in causes[:MAX_DESCRIBED_STEPS]]
     if more := causes[MAX_DESCRIBED_STEPS:]:
-        said.append(f"{counted(len(more), 'more cause')}: see --json.")
-    indent = doc.Part("  ", where=doc.TERMINAL)
-    listed: list[doc.Block] = [doc.Bullets([[indent, text] for text in said])] if said else []
+        sentences.append(f"{counted(len(more), 'more cause')}: see --json.")
+    indent = doc.in_terminal("  ")
+    bullets = doc.Bullets([[indent, text] for text in sentences])
+    listed: list[doc.Block] = [bullets] if sentences else []
     if times is None:
         yield doc.Section("steps", "", listed, where=doc.TERMINAL)
         return
@@ -409,11 +395,7 @@ def _stragglers(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Block
         cells = [("rank", pair.rank), ("waited_for", pair.waited_for)]
         parts = [doc.Part(str(rank), figure=f"{at}.{name}") for name, rank in cells]
         rows.append(doc.Row([*parts, doc.Part(percent(pair.share), figure=f"{at}.share")]))
-    columns = [
-        doc.Column("rank", term="rank"),
-        doc.Column("waited for rank", term="waited for"),
-        doc.Column("of its time"),
-    ]
+    columns = doc.columns("rank|rank", "waited for rank|waited for", "of its time", left=0)
     yield doc.Folded("Show the largest waits as a table", [doc.Table(columns, rows)])
 
 
@@ -432,46 +414,6 @@ def _pipeline(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Block]:
     yield doc.Line(doc.text(bubble), doc.MUTED)
 
 
-def _exchange(report: Report, charts: Mapping[str, Any]) -> Iterable[doc.Section]:
-    """Return the tables of axes, layers, halos, process groups and sharded blocks."""
-    is_page = bool(charts)
-    tables: list[tuple[doc.Table | None, doc.Text]] = [
-        (
-            axes_table(report),
-            "Shares of all ranks' time: the waits and transfers of the axes add up to those of the "
-            "ranks.",
-        ),
-        (
-            layers_table(report, is_page=is_page),
-            "Calls in a step of a mean rank, and the exposed time of each.",
-        ),
-        (halos_table(report, is_page=is_page), ""),
-        (
-            groups_table(report, is_page=is_page),
-            doc.text("Wait and transfer are [exposed communication]; hidden is [overlap|hidden]."),
-        ),
-    ]
-    blocks: list[doc.Block] = []
-    for table, note in tables:
-        if table is not None:
-            blocks += [doc.BLANK] if blocks else []
-            blocks += [table, *([doc.Line(note, doc.MUTED, doc.PAGE)] if note else [])]
-    heading = doc.Part("Collectives", term="collective", where=doc.PAGE)
-    yield doc.Section("collectives", "Collectives", blocks, heading)
-    if (table := blocks_table(report, is_page=is_page)) is not None:
-        note = (
-            "Each column of gathers and reductions has their number in a step, and how late each "
-            "of them comes."
-        )
-        sharded: list[doc.Block] = [
-            *doc.lines(exposed_blocks(report)),
-            table,
-            doc.Line(note, doc.MUTED, doc.PAGE),
-        ]
-        heading = doc.Part("Sharded blocks", term="sharded block", where=doc.PAGE)
-        yield doc.Section("blocks", "Sharded blocks", sharded, heading)
-
-
 def _moments(report: Report, moments: Sequence[Mapping[str, Any]]) -> Iterable[doc.Block]:
     yield state_legend({name: state_name(report, name) for name in shown_states(report.states)})
     for number, moment in enumerate(moments):
@@ -487,10 +429,10 @@ def _moments(report: Report, moments: Sequence[Mapping[str, Any]]) -> Iterable[d
 
 def _work(report: Report, width: int) -> Iterable[doc.Block]:
     """Return the FLOPs of a step, and the roofline if there is one."""
-    said, line = work_sentences(report), report.roofline
-    if not said:
+    sentences, line = work_sentences(report), report.roofline
+    if not sentences:
         return
-    yield from doc.lines(said)
+    yield from doc.lines(sentences)
     note = doc.text("[FLOPs] and [memory traffic|traffic] of one step")
     if line is None:
         note += doc.text(
@@ -508,7 +450,7 @@ def _work(report: Report, width: int) -> Iterable[doc.Block]:
         "Both axes are logarithmic. Memory bandwidth limits work below the slope; arithmetic "
         "limits work below the flat part."
     )
-    yield doc.Chart("roofline", caption, ". ".join(said))
+    yield doc.Chart("roofline", caption, ". ".join(sentences))
     if line.points:
         rows = []
         for name, point in line.points.items():
@@ -516,8 +458,8 @@ def _work(report: Report, width: int) -> Iterable[doc.Block]:
                 f"{point.intensity:.3g}", figure=f"roofline.points.{name}.intensity"
             )
             rows.append(doc.Row([name, intensity, reaches(point)]))
-        names = [doc.Column("", right=False), doc.Column("FLOP/byte")]
-        yield doc.Table([*names, doc.Column("reaches", right=False)], rows, doc.PAGE)
+        columns_of_points = [*doc.columns("", "FLOP/byte"), doc.Column("reaches", right=False)]
+        yield doc.Table(columns_of_points, rows, doc.PAGE)
 
 
 def _reliability(report: Report) -> list[doc.Section]:
@@ -541,9 +483,7 @@ def _reliability(report: Report) -> list[doc.Section]:
     well = doc.Line("All ranks have a record, and all collectives were matched.")
     doubts = doc.Bullets([f"{doubt}." for doubt in report.doubts])
     return [
-        doc.Section(
-            "places", "Nodes", [doc.Nodes(report, "")], "Nodes, bindings and versions", doc.PAGE
-        ),
+        doc.nodes_section([doc.Nodes(report, "")]),
         doc.Section(
             "trust",
             "Reliability",

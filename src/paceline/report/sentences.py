@@ -20,9 +20,10 @@ from ..analyze.figures.window_steps import Occurrence
 from ..cost.machine.units import format_value, join_words
 from ..cost.roofline import RooflinePoint
 from ..plurals import named_ranks, parse_ranges
-from .numbers import amount, counted, duration, ordinal, percent, size
+from .numbers import amount, counted, duration, of_group, ordinal, percent, size
+from .verdict import capitalized
 
-_LATE_BECAUSE = {
+LATE_BECAUSE = {
     "useful": "computed longer",
     "input": "had waited for its batch",
     "checkpoint": "had saved a checkpoint",
@@ -66,7 +67,7 @@ def sentence(loss: Loss, report: Report) -> str:
     if loss.kind == "wait" and loss.rank is None:
         return "short waits that no single rank caused."
     if loss.kind == "wait":
-        late_because = _LATE_BECAUSE[doing(loss, report)]
+        late_because = LATE_BECAUSE[doing(loss, report)]
         return (
             f"waiting for {_rank_in_words(loss, report)}, which {late_because}; mostly in "
             f"{_collective_in_words(loss)}{_steps_in_words(loss, report)}."
@@ -94,13 +95,11 @@ def doing(loss: Loss, report: Report) -> str:
 
     It is STILL if standstills of that rank explain at least half of the wait.
     """
-    standstills = [one for one in report.stood_still if loss.rank in one.ranks and one.waited_s]
-    waited_s = sum(one.waited_s or 0.0 for one in standstills)
-    other_ranks = len(report.ranks) - max((len(one.ranks) for one in standstills), default=0)
+    stills = [still for still in report.stood_still if loss.rank in still.ranks and still.waited_s]
+    waited_s = sum(still.waited_s or 0.0 for still in stills)
+    other_ranks = len(report.ranks) - max((len(still.ranks) for still in stills), default=0)
     whole_wait_s = loss.share * (report.window_s or 0.0) * len(report.ranks)
-    return (
-        STILL if standstills and waited_s * other_ranks >= 0.5 * whole_wait_s else str(loss.doing)
-    )
+    return STILL if stills and waited_s * other_ranks >= 0.5 * whole_wait_s else str(loss.doing)
 
 
 def _rank_in_words(loss: Loss, report: Report) -> str:
@@ -110,8 +109,7 @@ def _rank_in_words(loss: Loss, report: Report) -> str:
 
 
 def _collective_in_words(loss: Loss) -> str:
-    group = "" if loss.group in (None, "0", "default_pg") else f" of group {loss.group}"
-    return f"{loss.collective}{group}"
+    return f"{loss.collective}{of_group(loss.group)}"
 
 
 def _steps_in_words(loss: Loss, report: Report) -> str:
@@ -125,35 +123,39 @@ def _steps_in_words(loss: Loss, report: Report) -> str:
     return f", in step {first}" if first == last else f", in steps {first} to {last}"
 
 
-def occurs_in_words(one: Occurrence) -> str:
+def occurs_in_words(occurs: Occurrence) -> str:
     """Say in which steps a loss occurs: "in all steps", "in every 30th step", "in step 7"."""
-    if one.count == one.of:
+    if occurs.count == occurs.of:
         return "in all steps"
-    if one.count == 1 and one.first > one.last_of_all:
+    if occurs.count == 1 and occurs.first > occurs.last_of_all:
         return "after the last step"
-    if one.count >= _MIN_NEARLY_ALL * one.of:
-        return f"in nearly all steps ({one.count} of {one.of})"
-    named = _steps_of(one)
-    if one.at_epoch_ends:
-        return f"at the {'end of an epoch' if one.count == 1 else 'ends of epochs'} ({named})"
+    if occurs.count >= _MIN_NEARLY_ALL * occurs.of:
+        return f"in nearly all steps ({occurs.count} of {occurs.of})"
+    named = _steps_of(occurs)
+    if occurs.at_epoch_ends:
+        return f"at the {'end of an epoch' if occurs.count == 1 else 'ends of epochs'} ({named})"
     return f"in {named}"
 
 
-def _steps_of(one: Occurrence) -> str:
+def _steps_of(occurs: Occurrence) -> str:
     """Name some of the steps: their period, their range, their numbers, or how many they are."""
-    span = one.last - one.first + 1
-    if one.period is not None:
-        about = "" if one.exact else "about "
-        return f"{about}every {ordinal(one.period)} step, from {one.first} to {one.last}"
-    if one.count == 1:
-        return f"step {one.first}"
-    if one.count == span or (one.count > MAX_NAMED_STEPS and one.count >= _MIN_NEARLY_ALL * span):
-        return f"steps {one.first} to {one.last}"
-    if one.count <= MAX_NAMED_STEPS:
-        *before, last = one.steps
+    span = occurs.last - occurs.first + 1
+    if occurs.period is not None:
+        about = "" if occurs.exact else "about "
+        return f"{about}every {ordinal(occurs.period)} step, from {occurs.first} to {occurs.last}"
+    if occurs.count == 1:
+        return f"step {occurs.first}"
+    if occurs.count == span or (
+        occurs.count > MAX_NAMED_STEPS and occurs.count >= _MIN_NEARLY_ALL * span
+    ):
+        return f"steps {occurs.first} to {occurs.last}"
+    if occurs.count <= MAX_NAMED_STEPS:
+        *before, last = occurs.steps
         return f"steps {', '.join(map(str, before))} and {last}"
-    between = f", from {one.first} to {one.last}" if span < _MIN_NEARLY_ALL * one.of else ""
-    return f"{one.count} of {one.of} steps{between}"
+    between = (
+        f", from {occurs.first} to {occurs.last}" if span < _MIN_NEARLY_ALL * occurs.of else ""
+    )
+    return f"{occurs.count} of {occurs.of} steps{between}"
 
 
 def _source_line(loss: Loss) -> str:
@@ -172,19 +174,14 @@ def place(line: dict[str, object]) -> str:
 def troubles(report: Report) -> list[str]:
     """Explain each standstill and stall, the longest first; count those beyond MAX_TROUBLES."""
     troubles: list[Standstill | Stall] = [*report.stood_still, *report.stalled]
-    troubles.sort(key=lambda one: -one.seconds)
-    lines = [
-        _standstill_sentence(one, report) if isinstance(one, Standstill) else _stall_sentence(one)
-        for one in troubles[:MAX_TROUBLES]
-    ]
+    troubles.sort(key=lambda trouble: -trouble.seconds)
+    lines = [_trouble_sentence(trouble, report) for trouble in troubles[:MAX_TROUBLES]]
     more = troubles[MAX_TROUBLES:]
     if more:
+        stalls = sum(isinstance(trouble, Stall) for trouble in more)
         kinds = [
             counted(count, f"more {what}")
-            for count, what in (
-                (sum(isinstance(one, Standstill) for one in more), "standstill"),
-                (sum(isinstance(one, Stall) for one in more), "stall"),
-            )
+            for count, what in ((len(more) - stalls, "standstill"), (stalls, "stall"))
             if count
         ]
         longest = duration(more[0].seconds)
@@ -192,34 +189,39 @@ def troubles(report: Report) -> list[str]:
     return lines
 
 
-def _standstill_sentence(one: Standstill, report: Report) -> str:
+def _trouble_sentence(trouble: Standstill | Stall, report: Report) -> str:
+    if isinstance(trouble, Stall):
+        return _stall_sentence(trouble)
+    return _standstill_sentence(trouble, report)
+
+
+def _standstill_sentence(standstill: Standstill, report: Report) -> str:
     several = len(set(report.hosts)) > 1
-    ranks = report.named(one.ranks)
-    who = report.named(one.ranks, host=one.host if several else "")
-    who = who[0].upper() + who[1:]
-    evidence = f"none of {'its' if len(one.ranks) == 1 else 'their'} threads ran"
+    ranks = report.named(standstill.ranks)
+    who = capitalized(report.named(standstill.ranks, host=standstill.host if several else ""))
+    evidence = f"none of {'its' if len(standstill.ranks) == 1 else 'their'} threads ran"
     as_when = "a process is stopped or swapped out"
-    if one.whole:
-        who, evidence = one.host, f"no thread of its ranks ran ({ranks})"
+    if standstill.whole:
+        who, evidence = standstill.host, f"no thread of its ranks ran ({ranks})"
         as_when = "a node or a whole job is paused"
-    if one.line is not None and one.state in _STATES_OF_SCRIPT:
-        called = f"{place(one.line)} ({one.line['code']})"
+    if standstill.line is not None and standstill.state in _STATES_OF_SCRIPT:
+        called = f"{place(standstill.line)} ({standstill.line['code']})"
         as_when = f"{called} calls C code that holds the interpreter lock (GIL), or {as_when}"
     waited = ""
-    if one.waited_s is not None and one.waited_s >= _MIN_WAIT_S:
-        whom = "it" if one.whole or len(one.ranks) == 1 else "them"
-        waited = f"; others waited {duration(one.waited_s)} for {whom}"
-    standstill = f"stood still for {duration(one.seconds)} in step {one.step}"
-    return f"{who} {standstill}: {evidence}, as when {as_when}{waited}"
+    if standstill.waited_s is not None and standstill.waited_s >= _MIN_WAIT_S:
+        whom = "it" if standstill.whole or len(standstill.ranks) == 1 else "them"
+        waited = f"; others waited {duration(standstill.waited_s)} for {whom}"
+    length = f"{duration(standstill.seconds)} in step {standstill.step}"
+    return f"{who} stood still for {length}: {evidence}, as when {as_when}{waited}"
 
 
-def _stall_sentence(one: Stall) -> str:
-    group = "" if one.group in ("0", "default_pg") else f" of group {one.group}"
-    number = "" if one.number is None else f" {one.number}"
-    took = f"{one.collective[0].upper()}{one.collective[1:]}{number}{group} took"
-    although = f"although all its ranks had arrived (usual: {duration(one.usual_s)})"
-    culprit = "network" if one.hosts > 1 else "collective itself"
-    return f"{took} {duration(one.seconds)} in step {one.step} {although}: the {culprit} stalled"
+def _stall_sentence(stall: Stall) -> str:
+    number = "" if stall.number is None else f" {stall.number}"
+    took = f"{capitalized(stall.collective)}{number}{of_group(stall.group)} took"
+    although = f"although all its ranks had arrived (usual: {duration(stall.usual_s)})"
+    culprit = "network" if stall.hosts > 1 else "collective itself"
+    took += f" {duration(stall.seconds)} in step {stall.step}"
+    return f"{took} {although}: the {culprit} stalled"
 
 
 def outliers(report: Report) -> list[str]:
@@ -231,29 +233,29 @@ def outliers(report: Report) -> list[str]:
     if found is None:
         return []
     causes: dict[tuple[str | None, int | None], list[Outlier]] = {}
-    for one in found.outliers:
-        if one.state in (STILL, STALLED):
+    for outlier in found.outliers:
+        if outlier.state in (STILL, STALLED):
             continue
-        causes.setdefault((one.state, one.rank), []).append(one)
+        causes.setdefault((outlier.state, outlier.rank), []).append(outlier)
     order = sorted(causes.values(), key=lambda ones: -sum(o.longer_s for o in ones))
     return [_outliers_sentence(ones, report) for ones in order]
 
 
 def _outliers_sentence(ones: list[Outlier], report: Report) -> str:
-    steps = [one.step for one in ones]
-    longer = duration(float(np.median([one.longer_s for one in ones])))
+    steps = [outlier.step for outlier in ones]
+    longer = duration(float(np.median([outlier.longer_s for outlier in ones])))
     about = "about " if len(ones) > 1 else ""
     return f"{_steps_named(steps)}: {cause(ones[0], report)}, {about}{longer} longer than usual"
 
 
-def cause(one: Outlier, report: Report) -> str:
+def cause(outlier: Outlier, report: Report) -> str:
     """Say which rank did what longer than usual in an outlier step."""
-    if one.state is None:
+    if outlier.state is None:
         return "no rank and no state explains it alone"
-    if one.state == STALLED:
+    if outlier.state == STALLED:
         return "a collective stalled"
-    who = "the ranks" if one.rank is None else report.named([one.rank])
-    return f"{who} {_DID_LONGER.get(one.state, one.state)}"
+    who = "the ranks" if outlier.rank is None else report.named([outlier.rank])
+    return f"{who} {_DID_LONGER.get(outlier.state, outlier.state)}"
 
 
 def _steps_named(steps: list[int]) -> str:
@@ -284,8 +286,7 @@ def noise_scale_text(found: NoiseScale) -> str:
 
 def noise_scale_sentence(found: NoiseScale) -> str:
     """Return the noise scale with its interval, and what it says of a larger batch."""
-    text = noise_scale_text(found)
-    text = text[0].upper() + text[1:]
+    text = capitalized(noise_scale_text(found))
     if found.samples is None:
         return f"{text}; larger batches probably still help"
     twice = found.steps_with(2 * found.global_batch)
@@ -300,29 +301,32 @@ MIN_FORMULA = 0.1  # of the stages' time, from which on more micro-batches are p
 
 def pipeline_sentences(report: Report) -> list[str]:
     """Return the bubble beside its formula, and the stage that the others wait for."""
-    one = report.pipeline
-    if one is None:
+    figures = report.pipeline
+    if figures is None:
         return []
-    batches = counted(one.micro_batches, "micro-batch", "micro-batches")
+    batches = counted(figures.micro_batches, "micro-batch", "micro-batches")
     lines = [
-        f"Pipeline ({one.schedule}, {counted(one.stages, 'stage')}, {batches}): the bubble takes "
-        f"{percent(one.bubble)} of the stages' time, {percent(one.formula)} by the formula"
+        f"Pipeline ({figures.schedule}, {counted(figures.stages, 'stage')}, {batches}): the bubble "
+        f"takes {percent(figures.bubble)} of the stages' time, {percent(figures.formula)} by the "
+        "formula"
     ]
-    each = ", ".join(duration(seconds) for seconds in one.stage_s)
+    each = ", ".join(duration(seconds) for seconds in figures.stage_s)
     line = f"Stages compute {each} in a step"
-    if one.slowest is not None:
-        line += f": the others wait for stage {one.slowest}"
-    if remedy := pipeline_remedy(one):
+    if figures.slowest is not None:
+        line += f": the others wait for stage {figures.slowest}"
+    if remedy := pipeline_remedy(figures):
         line += f". HINT: {remedy}"
     return [*lines, line]
 
 
-def pipeline_remedy(one: PipelineFigures) -> str:
+def pipeline_remedy(figures: PipelineFigures) -> str:
     """Return what makes the bubble smaller; "" if nothing is known."""
-    if one.balance:
-        return f"balance={one.balance!r} of world.distribute, which moves blocks between stages"
-    if one.formula >= MIN_FORMULA:
-        return f"micro-batches={2 * one.micro_batches} in the layout, if batches have the samples"
+    if figures.balance:
+        return f"balance={figures.balance!r} of world.distribute, which moves blocks between stages"
+    if figures.formula >= MIN_FORMULA:
+        return (
+            f"micro-batches={2 * figures.micro_batches} in the layout, if batches have the samples"
+        )
     return ""
 
 
@@ -337,8 +341,8 @@ def core_wait_sentence(report: Report) -> str:
     Without full stop; empty if no rank waits for a core to speak of.
     """
     waits = [
-        (rank["starved"], one.threads_waiting + one.worker_threads_waiting)
-        for rank, one in zip(report.states, report.other_threads, strict=False)
+        (rank["starved"], threads.threads_waiting + threads.worker_threads_waiting)
+        for rank, threads in zip(report.states, report.other_threads, strict=False)
     ]
     if not any(own >= MIN_STARVED or others >= MIN_WAITING for own, others in waits):
         return ""
@@ -346,14 +350,14 @@ def core_wait_sentence(report: Report) -> str:
     here = [i for i, name in enumerate(report.hosts) if name == host]
     starved = sum(waits[i][0] for i in here) / len(here)
     others = sum(waits[i][1] for i in here)
-    said = f"{_threads_on(report, host, here)}: "
+    sentence = f"{_threads_on(report, host, here)}: "
     thread, waits_for = ("thread", "waits") if len(here) == 1 else ("threads", "wait")
-    said += f"the training {thread} {waits_for} for a core {percent(starved)} of the time"
+    sentence += f"the training {thread} {waits_for} for a core {percent(starved)} of the time"
     if others >= MIN_WAITING:
         number = counted(round(others, 1), "other thread")
         wait = "waits" if number.startswith("1 ") else "wait"
-        said += f", and on average {number} {wait} for one"
-    return said
+        sentence += f", and on average {number} {wait} for one"
+    return sentence
 
 
 def _threads_on(report: Report, host: str, here: list[int]) -> str:
@@ -362,27 +366,26 @@ def _threads_on(report: Report, host: str, here: list[int]) -> str:
     cores = {core for place in places for core in parse_ranges(place.cores or "")}
     threads = max((place.threads or 0 for place in places), default=0)
     each = " each" if len(here) > 1 else ""
-    said = counted(len(here), "rank")
-    said += f" with {counted(threads, 'thread')} of PyTorch{each}" if threads else ""
+    text = counted(len(here), "rank")
+    text += f" with {counted(threads, 'thread')} of PyTorch{each}" if threads else ""
     workers = sum(report.other_threads[i].worker_threads for i in here)
     if workers >= MIN_BUSY:
-        said += f" and {counted(round(workers, 1), 'busy thread')} of their child processes"
+        text += f" and {counted(round(workers, 1), 'busy thread')} of their child processes"
     where = f" on {host}" if len(set(report.hosts)) > 1 else ""
     does = "uses" if len(here) == 1 and workers < MIN_BUSY else "share"
-    return f"{said} {does} {counted(len(cores), 'core')}{where}" if cores else f"{said}{where}"
+    return f"{text} {does} {counted(len(cores), 'core')}{where}" if cores else f"{text}{where}"
 
 
-MAX_TOLD = 3
+MAX_WARNINGS = 3
 
 
 def memory_warnings(report: Report) -> list[str]:
     """Return a sentence for each growth that is warned about: by kind of memory and node."""
     groups: dict[tuple[str, str], list[MemoryGrowth]] = {}
-    for one in report.memory:
-        if one.warned:
-            groups.setdefault((one.kind, one.host), []).append(one)
-    texts = [memory_sentence(group) for group in list(groups.values())[:MAX_TOLD]]
-    return [text[0].upper() + text[1:] for text in texts]
+    for growth in report.memory:
+        if growth.warned:
+            groups.setdefault((growth.kind, growth.host), []).append(growth)
+    return [capitalized(memory_sentence(group)) for group in [*groups.values()][:MAX_WARNINGS]]
 
 
 def peak_sentence(report: Report) -> str:
@@ -403,30 +406,32 @@ def peak_sentence(report: Report) -> str:
 
 def first_end(report: Report) -> list[MemoryGrowth]:
     """Return the growth that ends the job first, of all ranks that share this memory; or none."""
-    first = next((one for one in report.memory if one.ends_job), None)
+    first = next((growth for growth in report.memory if growth.ends_job), None)
     if first is None:
         return []
     same = (first.kind, first.host)
-    return [one for one in report.memory if (one.kind, one.host) == same]
+    return [growth for growth in report.memory if (growth.kind, growth.host) == same]
 
 
 def memory_sentence(group: list[MemoryGrowth]) -> str:
     """Return how fast the memory of these ranks grows, and when it ends the job; no full stop."""
-    most = max(group, key=lambda one: one.rate)
-    ranks = named_ranks(sorted({one.rank for one in group}))
+    most = max(group, key=lambda growth: growth.rate)
+    ranks = named_ranks(sorted({growth.rank for growth in group}))
     grows = "grows by" if len(group) == 1 else "grows by at most"
     text = f"the {most.kind} memory of {ranks} ({most.host}) {grows} {_rate(most)}"
-    hours = min((one.hours_left for one in group if one.hours_left is not None), default=None)
+    hours = min(
+        (growth.hours_left for growth in group if growth.hours_left is not None), default=None
+    )
     if hours is None:
         return text
     left = "the node" if most.kind == HOST else "the device"
     return f"{text}: {left} has none left in {duration(3600 * hours)} if this continues"
 
 
-def _rate(one: MemoryGrowth) -> str:
-    low, high = (size(3600 * max(x, 0.0)) for x in (one.low, one.high))
-    each = f", {size(one.per_step)} per step" if one.per_step else ""
-    return f"{size(3600 * one.rate)} per hour ({low} to {high}){each}"
+def _rate(growth: MemoryGrowth) -> str:
+    low, high = (size(3600 * max(x, 0.0)) for x in (growth.low, growth.high))
+    each = f", {size(growth.per_step)} per step" if growth.per_step else ""
+    return f"{size(3600 * growth.rate)} per hour ({low} to {high}){each}"
 
 
 MEASURED_ALIKE = 1.1  # factor by which two measurements of one rate may differ

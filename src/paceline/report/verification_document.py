@@ -1,20 +1,20 @@
-"""The answer of ``paceline verify``: document for terminal and page, its charts, and JSON."""
+"""The answer of ``paceline verify``: verdict, document for terminal and page, charts, JSON."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..analyze.verification.find import Compared
-from ..analyze.verification.mistakes import Finding, Nature
+from ..analyze.verification.mistakes import MEANT, Finding, Nature
 from ..analyze.verification.passes import Stream, streams
+from ..analyze.verification.runs_facts import VerifyRuns
 from ..analyze.verification.steps import trained as in_training
 from ..observe.facts.ranks import RankFacts
 from ..observe.facts.samples import Phase
 from . import document as doc
 from .numbers import counted, elapsed
-from .verdict.of_verification import Verification, answer, exit_code, verdict_of_verification
-from .verdict.verdict import begin_sentence
+from .verdict import Verdict, begin_sentence
 
 MAX_COLUMNS = 400  # samples, or blocks of them, in a row of the chart
 MAX_LAYERS = 60  # bars: those with the largest difference
@@ -46,6 +46,85 @@ _CHARTS = {
     ),
 }
 
+Verification = tuple[VerifyRuns, Sequence[Finding], Compared]
+EQUAL, WRONG, NO_VERDICT = 0, 1, 2  # exit codes
+
+
+def exit_code(found: Verification) -> int:
+    """Return the exit code: 1 if something differs that is not accepted, 2 without a verdict."""
+    _, findings, seen = found
+    if any(finding.is_wrong for finding in findings):
+        return WRONG
+    return NO_VERDICT if seen.no_verdict else EQUAL
+
+
+def verdict_of_verification(found: Verification) -> Verdict:
+    """Return the answer, the first finding as its reason, and what to do."""
+    _, findings, seen = found
+    first = next((finding for finding in findings if finding.is_wrong), None)
+    if first is not None:
+        return Verdict(answer(found), f"{first.mistake.title}. {first.text}", action(first))
+    why = (
+        f"{counted(seen.steps, 'step')} of {counted(seen.parameters, 'parameter')} and "
+        f"{seen.samples} samples were compared, {counted(seen.replayed, 'step')} of them with one "
+        "process."
+    )
+    question = next((finding for finding in findings if finding.is_question), None)
+    if question is not None:
+        action_of = f"Answer the question at {_place(question)}: {question.text}"
+        return Verdict(answer(found), why, action_of)
+    return Verdict(answer(found), why, "Nothing has to be changed.")
+
+
+def answer(found: Verification) -> str:
+    """Return the answer in one sentence, with what was not compared and the number of questions."""
+    runs, findings, seen = found
+    wrong = sum(finding.is_wrong for finding in findings)
+    questions = sum(finding.is_question for finding in findings)
+    size = len(runs.ranks)
+    more = f" {begin_sentence(counted(questions, 'question'))}" if questions else ""
+    if wrong:
+        text = f"{size} ranks do not train what one process does: {counted(wrong, 'difference')}."
+        none = "" if seen.replayed else _not_compared(seen)
+        return f"{text}{none}{more}"
+    if seen.no_verdict:
+        return f"No verdict: nothing could be compared. {begin_sentence(seen.no_verdict)}{more}"
+    if not seen.replayed:
+        reason = f": {seen.not_replayed}" if seen.not_replayed else ""
+        return (
+            f"No difference between {size} ranks was found. They were not compared with one "
+            f"process{reason}.{more}"
+        )
+    names = [
+        *seen.meant,
+        *(finding.meant for finding in findings if finding.is_accepted and finding.meant),
+    ]
+    but = "; ".join(MEANT[name].clause for name in dict.fromkeys(names))
+    but = f", but for: {but} (confirmed)" if but else ", as far as it was compared"
+    does = "does" if seen.replayed_by == "one process" else "do"
+    return f"{size} ranks train what {seen.replayed_by} {does}{but}.{_not_compared(seen)}{more}"
+
+
+def _not_compared(seen: Compared) -> str:
+    """Return a sentence about the share of steps that were not compared; "" if all were."""
+    rest = seen.steps - seen.replayed
+    if not seen.replayed:
+        reason = f" ({seen.not_replayed})" if seen.not_replayed else ""
+        return f" No step was compared with one process{reason}."
+    if not rest:
+        return ""
+    return f" {rest} of {counted(seen.steps, 'step')} were not compared with {seen.replayed_by}."
+
+
+def action(finding: Finding) -> str:
+    """Return the line to look at and what to change there, as a sentence."""
+    remedy = begin_sentence(finding.remedy or finding.mistake.remedy)
+    return f"{_place(finding)}: {remedy}" if finding.lines else remedy
+
+
+def _place(finding: Finding) -> str:
+    return finding.lines[0] if finding.lines else "the script"
+
 
 def verification_document(
     found: Verification, charts: Mapping[str, Any] | None = None
@@ -57,16 +136,16 @@ def verification_document(
     """
     runs, findings, seen = found
     command, size = shlex.join(runs.command), counted(len(runs.ranks), "rank")
-    wrong = counted(sum(one.is_wrong for one in findings), "difference")
-    questions = counted(sum(one.is_question for one in findings), "question")
+    wrong = counted(sum(finding.is_wrong for finding in findings), "difference")
+    questions = counted(sum(finding.is_question for finding in findings), "question")
     summary: list[doc.Block] = [
         doc.Line(answer(found), doc.STRONG, doc.TERMINAL),
         doc.Conclusion(verdict_of_verification(found), doc.PAGE),
-        doc.Line("", where=doc.TERMINAL),
+        doc.BLANK,
     ]
     if findings:
         summary.append(doc.Heading(f"{wrong}, {questions}", doc.PAGE))
-    summary += [_item(one, f"findings.{number}") for number, one in enumerate(findings)]
+    summary += [_item(finding, f"findings.{number}") for number, finding in enumerate(findings)]
     compared: list[doc.Block] = [*map(doc.Line, compared_sentences(seen))]
     for number, note in enumerate(seen.notes):
         text: doc.Text = ["Not seen: ", doc.Part(note, figure=f"not_seen.{number}"), "."]
@@ -83,68 +162,68 @@ def verification_document(
         [
             doc.Section("summary", "Summary", summary),
             *drawn,
-            doc.Section("how", "Method", compared, doc.Part("What was compared", where=doc.PAGE)),
+            doc.Section("how", "Method", compared, doc.on_page("What was compared")),
         ],
-        [doc.Part(command, doc.CODE, where=doc.PAGE)],
+        [doc.on_page(command, doc.CODE)],
     )
 
 
-def _item(one: Finding, at: str) -> doc.Item:
-    is_short = one.is_question and one.mistake.nature is Nature.QUESTION
+def _item(finding: Finding, at: str) -> doc.Item:
+    is_short = finding.is_question and finding.mistake.nature is Nature.QUESTION
     shown = doc.PAGE if is_short else doc.BOTH
-    first = f"{one.lines[0]}: " if one.lines and is_short else ""
+    first = f"{finding.lines[0]}: " if finding.lines and is_short else ""
     text = [
-        doc.Part(one.mistake.title, doc.STRONG, f"{at}.title", where=shown),
+        doc.Part(finding.mistake.title, doc.STRONG, f"{at}.title", where=shown),
         doc.Part(". ", where=shown),
-        doc.Part(first, doc.STRONG, where=doc.TERMINAL),
-        doc.Part(one.text, figure=f"{at}.text"),
+        doc.in_terminal(first, doc.STRONG),
+        doc.Part(finding.text, figure=f"{at}.text"),
     ]
     lines: list[doc.Text] = []
-    if one.lines:
+    if finding.lines:
         places = [
             doc.Part(line, doc.CODE, f"{at}.lines.{number}", where=shown)
-            for number, line in enumerate(one.lines[:MAX_LINES])
+            for number, line in enumerate(finding.lines[:MAX_LINES])
         ]
         others = [part for place in places[1:] for part in (doc.Part(", ", where=shown), place)]
         if others:
             others = [doc.Part(" (and ", where=shown), *others[1:], doc.Part(")", where=shown)]
         look = [doc.Part("Look at ", where=shown), places[0], *others, doc.Part(".", where=shown)]
-        lines.append([*look, doc.Part(_meta(one), where=doc.PAGE)])
-    remedy = begin_sentence(one.remedy or one.mistake.remedy)
+        lines.append([*look, doc.on_page(_meta(finding))])
+    remedy = begin_sentence(finding.remedy or finding.mistake.remedy)
     lines.append(doc.Part(remedy, doc.GOOD, where=shown))
-    lines.append(doc.Part(one.mistake.id, doc.CODE, f"{at}.mistake", where=doc.PAGE))
-    label, style = _label_of(one)
-    return doc.Item(doc.Part(label, style), text, lines, "" if one.is_wrong else "asked")
+    lines.append(doc.on_page(finding.mistake.id, doc.CODE, f"{at}.mistake"))
+    label, style = _label_of(finding)
+    return doc.Item(doc.Part(label, style), text, lines, "" if finding.is_wrong else "asked")
 
 
-def _meta(one: Finding) -> str:
+def _meta(finding: Finding) -> str:
     """Return step, layer and ranks of a finding in words."""
-    parts = [f"step {one.step}" if one.step is not None else "", one.layer]
-    if one.ranks:
-        what = "rank" if len(one.ranks) == 1 else "ranks"
-        parts.append(f"{what} {', '.join(map(str, one.ranks))}")
+    parts = [f"step {finding.step}" if finding.step is not None else "", finding.layer]
+    if finding.ranks:
+        what = "rank" if len(finding.ranks) == 1 else "ranks"
+        parts.append(f"{what} {', '.join(map(str, finding.ranks))}")
     meta = "; ".join(part for part in parts if part)
     return f" In {meta}." if meta else ""
 
 
-def _label_of(one: Finding) -> tuple[str, str]:
+def _label_of(finding: Finding) -> tuple[str, str]:
     """Return the label of a finding, and its style."""
-    if one.is_question:
+    if finding.is_question:
         return "QUESTION", doc.QUESTION
-    if one.kind is Nature.MEANT:
-        return ("ACCEPTED" if one.is_accepted else "MEANT?"), doc.QUESTION
+    if finding.kind is Nature.MEANT:
+        return ("ACCEPTED" if finding.is_accepted else "MEANT?"), doc.QUESTION
     return "DIFFERS", doc.WORSE
 
 
 def compared_sentences(seen: Compared) -> list[str]:
     """Return what was compared, how much of it, and with which tolerance."""
-    said = [
+    sentences = [
         f"Compared: {counted(seen.steps, 'step')} of {counted(seen.parameters, 'parameter')} in "
         f"{counted(seen.epochs, 'epoch')} (shortened), {seen.samples} trained and "
         f"{seen.evaluated} evaluated samples."
     ]
     if seen.related:
-        said.append(
+        sentences.append(
             f"In {seen.related} of {counted(seen.steps, 'step')}, the gradient after the exchange "
             "is the mean of the ranks' gradients times a constant. The largest relative difference "
             f"from that is {seen.largest_residual:.1g}."
@@ -158,8 +237,8 @@ def compared_sentences(seen: Compared) -> list[str]:
         )
         if seen.noise is not None:
             text += f"; rounding alone changes gradients by {seen.noise:.1g} (median)"
-        said.append(f"{text}.")
-    return said
+        sentences.append(f"{text}.")
+    return sentences
 
 
 def as_json(found: Verification) -> dict[str, Any]:
@@ -173,30 +252,30 @@ def as_json(found: Verification) -> dict[str, Any]:
         "seconds": runs.seconds,
         "verdict": asdict(verdict_of_verification(found)),
         "exit_code": exit_code(found),
-        "differences": sum(one.is_wrong for one in findings),
-        "questions": sum(one.is_question for one in findings),
-        "findings": [finding_as_json(one) for one in findings],
+        "differences": sum(finding.is_wrong for finding in findings),
+        "questions": sum(finding.is_question for finding in findings),
+        "findings": [finding_as_json(finding) for finding in findings],
         "compared": _compared_as_json(seen),
         "not_seen": seen.notes,
     }
 
 
-def finding_as_json(one: Finding) -> dict[str, Any]:
+def finding_as_json(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON-compatible values."""
     return {
-        "mistake": one.mistake.id,
-        "title": one.mistake.title,
-        "nature": one.kind.value,
-        "is_wrong": one.is_wrong,
-        "meant": one.meant,
-        "is_accepted": one.is_accepted,
-        "lines": one.lines,
-        "ranks": one.ranks,
-        "step": one.step,
-        "layer": one.layer,
-        "text": one.text,
-        "remedy": one.remedy or one.mistake.remedy,
-        "values": one.values,
+        "mistake": finding.mistake.id,
+        "title": finding.mistake.title,
+        "nature": finding.kind.value,
+        "is_wrong": finding.is_wrong,
+        "meant": finding.meant,
+        "is_accepted": finding.is_accepted,
+        "lines": finding.lines,
+        "ranks": finding.ranks,
+        "step": finding.step,
+        "layer": finding.layer,
+        "text": finding.text,
+        "remedy": finding.remedy or finding.mistake.remedy,
+        "values": finding.values,
     }
 
 
@@ -250,9 +329,9 @@ def samples_chart(ranks: list[RankFacts]) -> dict[str, Any]:
 def _rows(stream: Stream, length: int) -> list[list[int]]:
     """Return by epoch the rank that trains each sample."""
     rows = []
-    for one in stream.passes:
+    for epoch in stream.passes:
         row = [NOBODY] * length
-        for rank, made in one.ranks.items():
+        for rank, made in epoch.ranks.items():
             for at in stream.plan(made) or []:
                 if 0 <= at < length:
                     row[at] = rank if row[at] in (NOBODY, rank) else SEVERAL
@@ -272,7 +351,7 @@ def _common(values: list[int]) -> int:
 def layers_chart(found: Verification) -> dict[str, Any]:
     """Return the difference of each gradient from that of one process, and its tolerance."""
     _, _, seen = found
-    largest = sorted(seen.differences.items(), key=lambda one: -one[1][0])[:MAX_LAYERS]
+    largest = sorted(seen.differences.items(), key=lambda entry: -entry[1][0])[:MAX_LAYERS]
     kept = {name for name, _ in largest}
     names = [name for name in seen.differences if name in kept]
     if not names:
@@ -307,7 +386,9 @@ def _rates(facts: RankFacts, times: int) -> dict[str, Any]:
         x.append(trained)
         y.append(step.learning_rates[0])
         trained += times * sum(
-            facts.batches[at].samples for one in step.backwards for at in in_training(facts, one)
+            facts.batches[at].samples
+            for backward in step.backwards
+            for at in in_training(facts, backward)
         )
     return {"x": x, "y": y}
 

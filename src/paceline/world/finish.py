@@ -62,8 +62,8 @@ class RunFinalizer:
         from ..analyze.figures.report import analyse
         from ..analyze.records.load_run import Run
         from ..analyze.records.read_record import parse_record
+        from ..report.run_verdict import run_json
         from ..report.terminal.run_report import show
-        from ..report.verdict.of_run import run_json
 
         parsed = [parse_record(record) for record in records]
         report = analyse(Run("this run", parsed, missing, command=_command()))

@@ -9,9 +9,9 @@ from records import Rank, report_of
 
 from paceline.analyze.figures.memory import find_growth
 from paceline.record.ring.states import Memory, State
+from paceline.report.run_verdict import verdict_of_run
 from paceline.report.sentences import memory_warnings
 from paceline.report.terminal.run_report import render
-from paceline.report.verdict.of_run import verdict_of_run
 
 MIB = 1 << 20
 NOISE = random.Random(3)

@@ -7,7 +7,7 @@ from paceline.analyze.live.live_view import find_deadlocked_ranks, view
 from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail
-from paceline.report.terminal.hang import find_computing_ranks
+from paceline.report.terminal.top import find_computing_ranks
 
 SLEEPS = None  # a rank that is in no collective
 

@@ -13,8 +13,7 @@ from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail
 from paceline.report.numbers import elapsed
-from paceline.report.terminal.hang import hang_report
-from paceline.report.terminal.top import render
+from paceline.report.terminal.top import hang_report, render
 
 
 def seen(rank, now, process="S", most=1000):

@@ -17,7 +17,7 @@ from paceline.analyze.records.stacks import (
 )
 from paceline.launch.monitor import rank_stacks
 from paceline.record.ring.tail import process_state
-from paceline.report.terminal.hang import hang_report as told
+from paceline.report.terminal.top import hang_report as told
 
 # The process writes its stacks and stops. It can also run as a forked process, as ranks do.
 STOPS = """

@@ -131,7 +131,7 @@ def test_undetermined_noise_scale_is_no_number():
     found = judge(stored)
     assert (found.noise.samples, found.against_noise) == (None, None)
     assert "Gradient noise scale: undetermined" in critical_sentences(stored, found)[1]
-    assert json.loads(critical_json(stored, found))["noise_scale"]["samples"] is None
+    assert critical_json(stored, found)["noise_scale"]["samples"] is None
 
 
 def test_one_rank_has_no_noise_scale_and_the_way_out():

@@ -13,7 +13,7 @@ from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.events import CollectiveFacts, DrawFacts, OutputFacts
 from paceline.observe.facts.ranks import SKETCH_SIZE
 from paceline.observe.facts.samples import Phase
-from paceline.report.verdict.of_verification import answer, exit_code
+from paceline.report.verification_document import answer, exit_code
 from trainings import Training, find, mean, own, total, train, verified
 
 

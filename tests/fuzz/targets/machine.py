@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Group
+
 from fuzz.scratch import new_folder
 from paceline.cost.catalogue import lookup
 from paceline.cost.compare_machines import compare
@@ -15,6 +17,7 @@ from paceline.cost.machine.machine_file import HostFacts, Machine, as_json, load
 from paceline.cost.outliers import find_outliers
 from paceline.report.console import PlainConsole
 from paceline.report.terminal import check as shown
+from paceline.report.terminal.draw import draw
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cost"))
 from machines import Maker
@@ -43,8 +46,8 @@ def run(data: bytes) -> None:
     if len(data) % 8 == 0:
         text = io.StringIO()
         console = PlainConsole(file=text, width=100)
-        comparison = shown.render_comparison(GOOD, machine, changes)
-        console.print(shown.render(machine, oddities, []), comparison)
+        blocks = shown.machines_blocks(GOOD, machine, changes)
+        console.print(Group(*draw([*shown.check_blocks(machine, oddities, []), *blocks])))
         assert "\x1b" not in text.getvalue()
     save(machine, FILE)
     assert asdict(load(FILE)) == asdict(machine)

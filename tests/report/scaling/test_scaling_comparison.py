@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 
 import pytest
 
@@ -65,9 +64,9 @@ def test_other_sizes_commands_and_batches_are_named():
     assert "--other after" in text
     assert "Knobs: none before, threads=1 after." in text
     assert "Global batch on 2 ranks (strong scaling): 64 before, 128 after." in text
-    tree = json.loads(comparison_json(found))
+    tree = comparison_json(found)
     assert [one["ranks"] for one in tree["sizes"]] == [2]
-    assert tree["only_after"] == [[STRONG, 4]]
+    assert tree["only_after"] == [(STRONG, 4)]
 
 
 def test_studies_without_a_common_size_are_refused():

@@ -15,6 +15,7 @@ import pytest
 
 from paceline.analyze.scaling.study_model import STRONG, WEAK, HostPlacement
 from paceline.report.scaling.findings import Curve, Findings
+from paceline.report.scaling.study_charts import COLOURS, svg_text
 from paceline.report.scaling.study_files import (
     columns,
     csv_text,
@@ -23,7 +24,6 @@ from paceline.report.scaling.study_files import (
     latex_text,
     talp_files,
 )
-from paceline.report.scaling.svg_chart import COLOURS, svg_text
 from studies import make_study, throughput
 
 SVG = "{http://www.w3.org/2000/svg}"

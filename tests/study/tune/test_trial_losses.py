@@ -7,7 +7,7 @@ from played_trials import PlayedServer, once, play, write_study
 
 from paceline.report.terminal.draw import draw_panel
 from paceline.report.tuning.tuning_document import tuning_document
-from paceline.report.tuning.tuning_files import json_text
+from paceline.report.tuning.tuning_files import tuning_json
 from paceline.study.tune.study_view import read_view
 
 SUMMARIES = {
@@ -33,7 +33,7 @@ def test_trials_that_wait_are_named(tmp_path):
     assert [(row.waits_for, row.waits) for row in view.rows] == [
         *(("input", 0.25), ("exchange", 0.5), ("", 0.0), ("", 0.0), ("input", 0.4), ("", 0.0)),
     ]
-    data = json.loads(json_text(view))
+    data = tuning_json(view)
     assert data["trials"][1]["waits_for"] == "exchange"
     assert data["trials"][2]["noise_scale"] == [420.0, 310.0, 600.0]
     waiting, exchange, batch = data["notes"]

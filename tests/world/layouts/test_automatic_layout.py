@@ -18,7 +18,8 @@ from paceline.cost.layout_memory import (
 )
 from paceline.parallel.memory.setup import ModelSetup
 from paceline.parallel.mesh import Mesh
-from paceline.report.layout_memory import render
+from paceline.report.terminal.draw import draw
+from paceline.report.terminal.previews import memory_blocks
 from paceline.world.layouts.distribution import (
     LayoutArguments,
     MemoryOptions,
@@ -136,5 +137,5 @@ def test_layouts_that_the_model_rules_out_are_named():
     step = StepMemory([MemorySample("", "forward", MemoryByCategory(parameters=8))], {}, 8)
     text = io.StringIO()
     predicted = predict_layouts(step, None, 2, allowed=[Layout()])
-    Console(file=text).print(render(predicted, 1000, problems))
+    Console(file=text).print(*draw(memory_blocks(predicted, 1000, problems)), sep="\n")
     assert "zero3 is left out: world.distribute: layout='zero3'" in text.getvalue()

@@ -41,6 +41,11 @@ def examples(*lines: tuple[str, str]) -> str:
     return "\n\n".join(["Examples:", *(f"{command:{width}}  {what}" for command, what in lines)])
 
 
+def say(text: str) -> None:
+    """Print a message on standard error."""
+    typer.echo(printable(f"paceline: {text}", lines=True), err=True)
+
+
 @contextlib.contextmanager
 def exit_on_mistake() -> Iterator[None]:
     """Print errors of the user, and of files that cannot be used, without a traceback.
@@ -50,12 +55,12 @@ def exit_on_mistake() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("paceline: interrupted", err=True)
+        say("interrupted")
         raise typer.Exit(130) from None
     except BrokenPipeError:  # the process that reads the output has ended
         raise
     except (ValueError, OSError) as mistake:
-        typer.echo(f"paceline: {in_words(mistake)}", err=True)
+        say(in_words(mistake))
         raise typer.Exit(2) from None
 
 
@@ -99,8 +104,6 @@ def _main(
     if version:
         typer.echo(f"paceline {__version__}")
         if verbose:
-            from .base import environment_lines
-
             typer.echo("\n".join(environment_lines()))
         raise typer.Exit
     if context.invoked_subcommand is None:  # --verbose alone

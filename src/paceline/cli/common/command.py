@@ -87,13 +87,13 @@ class Command(TyperCommand):
                 )
             if name in self.translated:
                 option, meaning = self.translated[name]
-                said = f"paceline: {name} is {option} of paceline {self.name}: {meaning}"
-                typer.echo(said, err=True)
+                message = f"paceline: {name} is {option} of paceline {self.name}: {meaning}"
+                typer.echo(message, err=True)
                 name = option
             name = self.renamed.get(name, name)
             if name == "--json" and not equals:
-                own = bool(rest) and rest[0].endswith(".json")
-                equals, value = "=", rest.pop(0) if own else str(STDOUT)
+                is_file = bool(rest) and rest[0].endswith(".json")
+                equals, value = "=", rest.pop(0) if is_file else str(STDOUT)
             result.append(f"{name}{equals}{value}")
             for _ in range(0 if positional or equals else self._values(name)):
                 result += [rest.pop(0)] if rest else []

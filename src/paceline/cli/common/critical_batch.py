@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...security.text import printable
-from .command import STDOUT, json_output
+from .base import say
+from .command import STDOUT, print_json
 from .options import flag, value_option
 from .study_jobs import OF_JOBS
 from .study_outputs import OUTPUTS, StudyOutputs
@@ -136,14 +136,10 @@ def measure(folder: Path, minutes: float | None, outputs: StudyOutputs) -> bool:
     """
     from ...study.scale.critical_study import run_critical
 
-    ended = run_critical(folder, _say, minutes)
+    ended = run_critical(folder, say, minutes)
     if not ended.interrupted or any(run.losses for run in ended.stored.runs):
         finish(ended.stored, outputs)
     return not ended.interrupted
-
-
-def _say(text: str) -> None:
-    typer.echo(printable(f"paceline: {text}"), err=True)
 
 
 def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
@@ -154,16 +150,15 @@ def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
 
     found = judge(stored)
     document = report.critical_document(stored, found)
-    said = []
+    written = []
     if outputs.html is not None:
         from ...report.page.write_page import document_page, save
 
         data = report.critical_charts(stored, found)
-        said.append(save(document_page(document, data), outputs.html))
+        written.append(save(document_page(document, data), outputs.html))
     if outputs.json is not None:
-        with json_output(outputs.json):
-            typer.echo(report.critical_json(stored, found), nl=False)
+        print_json(report.critical_json(stored, found), outputs.json, indent=1)
     else:
         print_panel(lambda _: document)
-    for line in said:
+    for line in written:
         typer.echo(line, err=outputs.json == STDOUT)

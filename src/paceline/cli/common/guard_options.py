@@ -10,16 +10,9 @@ import typer
 
 from ...analyze.reference.goal import parse_goal
 from ...launch.guard.request import Action, GuardRequest, parse_metric
-from .base import exit_on_mistake
+from .base import exit_on_mistake, say
 from .command import can_be_written
-from .options import (
-    MakeReference,
-    MetricOption,
-    OnDivergence,
-    References,
-    Seeds,
-    Until,
-)
+from .options import MakeReference, MetricOption, OnDivergence, References, Seeds, Until
 
 DEFAULT_SEEDS = 3
 
@@ -136,7 +129,7 @@ def run_reference(
         try:
             code = make_reference(request, file, lambda text: typer.echo(text, err=True))
         except KeyboardInterrupt:
-            typer.echo("paceline: interrupted: no reference was written", err=True)
+            say("interrupted: no reference was written")
             code = 130
     sys.stdout.flush()
     sys.stderr.flush()

@@ -85,9 +85,9 @@ def _ended(child: int, moves: int, waited: set[signal.Signals], hangs: bool) -> 
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status
-        told = signal.sigtimedwait(waited, LOOK_S)
-        if told and told.si_signo in PASSED_ON and told.si_code != FROM_THE_KERNEL:
-            os.kill(child, told.si_signo)
+        received = signal.sigtimedwait(waited, LOOK_S)
+        if received and received.si_signo in PASSED_ON and received.si_code != FROM_THE_KERNEL:
+            os.kill(child, received.si_signo)
         now = _transferred(child)
         with contextlib.suppress(BlockingIOError):
             if now == before:

@@ -8,8 +8,7 @@ import typer
 
 from ...launch.guard.request import DIVERGED_EXIT_CODE, Action
 from ...launch.options import AUTO, NodeOptions, RankSettings
-from ...security.text import printable
-from .base import exit_on_mistake
+from .base import exit_on_mistake, say
 from .command import STDOUT, can_be_written
 
 if TYPE_CHECKING:  # every command imports this module
@@ -398,6 +397,27 @@ def option_words(values: dict[str, Any]) -> list[str]:
     return words
 
 
+SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def bytes_of(text: str, option: str) -> int:
+    """Return the number of bytes of a size, e.g. 16777216 for 16M.
+
+    Raises:
+        ValueError: ``text`` is not a size; the message names ``option``.
+    """
+    number, unit = text.strip().rstrip("iB"), 1
+    if number[-1:].upper() in SIZE_UNITS:
+        unit = SIZE_UNITS[number[-1].upper()]
+        number = number[:-1]
+    try:
+        return int(float(number) * unit)
+    except ValueError:
+        raise ValueError(
+            f"{option} must be a size; this is {text!r}. HINT: 64K, 16M or 1G"
+        ) from None
+
+
 def layout_knob(layout: str | None) -> dict[str, Any]:
     """Return the knob that --layout sets. Raises ValueError for a text that is no layout."""
     if layout is None:
@@ -423,7 +443,7 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
 
     knobs, notes = settings_for_script(settings, script) if settings is not None else ({}, [])
     for note in notes:
-        typer.echo(f"paceline: {printable(note)}", err=True)
+        say(note)
     kind = KNOBS["exchange"].value
     if exchange is not None:
         if kind is None or not kind.fits(exchange):

@@ -19,10 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ...security.text import printable
-from .base import exit_on_mistake
+from .base import exit_on_mistake, say
 from .command import Command
 
 if TYPE_CHECKING:  # every command imports this module
@@ -114,7 +111,7 @@ class ScriptCommand(Command):
         if self.name in STRICT:
             raise ValueError(text)
         if os.environ.get("RANK", "0") == "0":  # every rank is a paceline record
-            typer.echo(printable(f"paceline: warning: {text}"), err=True)
+            say(f"warning: {text}")
 
 
 def _first_own(given: Sequence[str], options: dict[str, Any]) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...launch.options import NodeOptions
 from ...security.processes import python_command
+from .base import say
 
 
 def sets_of(stage: Sequence[Path], pack: Sequence[str], where: NodeOptions) -> list[str]:
@@ -54,11 +55,9 @@ def _packed(words: list[str], dest: Path, where: NodeOptions) -> None:
     if not {"-n", "--ranks", "-H", "--hosts", "--hostfile"} & set(words):
         words = [*words, *_words_of_pack(where)]
     command = ["pack", *words, str(dest)]
-    sys.stderr.write(f"paceline: {dest} is not packed yet: paceline {shlex.join(command)}\n")
+    say(f"{dest} is not packed yet: paceline {shlex.join(command)}")
     done = subprocess.run(
-        python_command("-m", "paceline", *command),
-        stdout=sys.stderr,
-        preexec_fn=_ends_with_it,
+        python_command("-m", "paceline", *command), stdout=sys.stderr, preexec_fn=_ends_with_it
     )
     if done.returncode == 130:
         raise KeyboardInterrupt

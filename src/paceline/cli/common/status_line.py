@@ -5,14 +5,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from ...launch.linux_processes import signals_handled
-from ...report.console import PlainConsole
+from ...report.console import LiveDisplay
 
 
-class StatusLine:
+class StatusLine(LiveDisplay):
     """The present activity and the time left: one line that counts down on a terminal, else one
     line for each activity.
 
@@ -22,45 +21,18 @@ class StatusLine:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s, self._text = deadline_s, ""
-        self._live: Any = None
-
-    def __enter__(self) -> "StatusLine":
-        if sys.stderr.isatty():
-            from rich.live import Live
-
-            self._live = Live(
-                get_renderable=self._line,
-                console=PlainConsole(stderr=True, highlight=False),
-                refresh_per_second=1,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.clear()
+        super().__init__(refreshes_per_s=1)
 
     def say(self, text: str) -> None:
         """Show what happens now."""
         self._text = text
         if self._live is None:
-            sys.stderr.write(f"{self._line()}\n")
+            sys.stderr.write(f"{self._draw()}\n")
             sys.stderr.flush()
         else:
             self._live.start(refresh=True)  # does nothing if it is shown already
 
-    def clear(self) -> None:
-        """Remove the line from the terminal, before other output or at the end."""
-        if self._live is not None:
-            self._live.stop()
-
-    def _line(self) -> str:
+    def _draw(self) -> str:
         left = max(round(self._deadline_s - time.monotonic()), 0)
         return f"paceline: {self._text} ({left // 60}:{left % 60:02d} left)"
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...security.text import printable
+from .base import say
 from .options import flag, value_option
 
 if TYPE_CHECKING:
@@ -182,8 +182,3 @@ def gather_jobs(folder: Path, minutes: float | None, node_hours: float | None) -
 
     if continue_jobs(folder, say, minutes, node_hours):
         say(f"HINT: paceline scale --continue {folder} when the jobs have ended")
-
-
-def say(text: str) -> None:
-    """Print a message on standard error."""
-    typer.echo(printable(f"paceline: {text}", lines=True), err=True)

@@ -9,12 +9,8 @@ import typer
 
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
-from .command import STDOUT, json_output
-from .options import (
-    Json,
-    output_option,
-    value_option,
-)
+from .command import STDOUT, print_json
+from .options import Json, output_option, value_option
 
 if TYPE_CHECKING:
     from ...analyze.scaling.outcomes.compare_studies import StudyComparison
@@ -26,9 +22,7 @@ FILES = "Files"
 HtmlFile = Annotated[
     Path | None,
     output_option(
-        "Write a page with everything inside to this file, for any browser.",
-        "--html",
-        panel=FILES,
+        "Write a page with everything inside to this file, for any browser.", "--html", panel=FILES
     ),
 ]
 
@@ -40,21 +34,18 @@ class StudyOutputs:
     json: Json = None
     html: HtmlFile = None
     csv: Annotated[
-        Path | None,
-        output_option("Write all figures of each size to this file.", panel=FILES),
+        Path | None, output_option("Write all figures of each size to this file.", panel=FILES)
     ] = None
     svg: Annotated[
         Path | None,
         output_option(
-            "Write a drawing of speed-up and efficiency to this file, for a document.",
-            panel=FILES,
+            "Write a drawing of speed-up and efficiency to this file, for a document.", panel=FILES
         ),
     ] = None
     latex: Annotated[
         Path | None,
         output_option(
-            "Write a LaTeX table of the sizes to this file. It needs no LaTeX package.",
-            panel=FILES,
+            "Write a LaTeX table of the sizes to this file. It needs no LaTeX package.", panel=FILES
         ),
     ] = None
     extrap: Annotated[
@@ -90,24 +81,23 @@ class StudyOutputs:
         """
         written = self._write_files(study, findings)
         if self.json is not None:
-            from ...report.scaling.study_json import study_json
+            from ...report.scaling.study_files import study_json
 
-            with json_output(self.json):
-                typer.echo(study_json(study, findings), nl=False)
+            print_json(study_json(study, findings), self.json, indent=1)
         else:
             from ...report.scaling.study_document import study_document
             from ...report.terminal.draw import print_panel
 
             print_panel(lambda width: study_document(study, findings, width))
-        for said in written:
-            typer.echo(said, err=self.json == STDOUT)
+        for message in written:
+            typer.echo(message, err=self.json == STDOUT)
 
     def _write_files(self, study: "ScalingStudy", findings: "Findings") -> list[str]:
         """Write the files that were asked for. Return a message for each."""
+        from ...report.scaling.study_charts import svg_text
         from ...report.scaling.study_files import csv_text, extrap_text, latex_text, talp_files
-        from ...report.scaling.svg_chart import svg_text
 
-        said = []
+        written = []
         if self.html is not None:
             from ...report.page.write_page import document_page, save
             from ...report.scaling.study_charts import study_charts
@@ -115,7 +105,7 @@ class StudyOutputs:
 
             data = study_charts(study, findings)
             page = document_page(study_document(study, findings, WIDE), data)
-            said.append(save(page, self.html))
+            written.append(save(page, self.html))
         texts: list[tuple[Path | None, str, Callable[[Path], str]]] = [
             (self.csv, "figures of all sizes", lambda _: csv_text(study)),
             (self.svg, "speed-up and efficiency", lambda _: svg_text(study, findings)),
@@ -125,15 +115,15 @@ class StudyOutputs:
         for path, what, text in texts:
             if path is not None:
                 _write(path, text(path))
-                said.append(f"{path}: {what}")
+                written.append(f"{path}: {what}")
         if self.talp is not None:
             files = talp_files(study)
             for name, text_of_run in files.items():
                 path = self.talp / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write(path, text_of_run)
-            said.append(f"{self.talp}: {len(files)} files for TALP-Pages")
-        return said
+            written.append(f"{self.talp}: {len(files)} files for TALP-Pages")
+        return written
 
 
 OUTPUTS = tuple(given.name for given in fields(StudyOutputs))  # parameters of the command
@@ -150,8 +140,7 @@ def print_comparison(found: "StudyComparison", json: Path | None, html: Path | N
         data = report.comparison_charts(found)
         typer.echo(save(document_page(document, data), html), err=json == STDOUT)
     if json is not None:
-        with json_output(json):
-            typer.echo(report.comparison_json(found), nl=False)
+        print_json(report.comparison_json(found), json, indent=1)
         return
     from ...report.terminal.draw import print_panel
 

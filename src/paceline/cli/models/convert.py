@@ -8,10 +8,7 @@ import typer
 
 from ..common.base import RUN, app, examples, exit_on_mistake
 from ..common.command import Command, print_json
-from ..common.options import (
-    Json,
-    value_option,
-)
+from ..common.options import Json, value_option
 
 
 @app.command(

@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...security.processes import import_folders
-from ..common.base import RUN, app, examples, exit_on_mistake
+from ..common.base import RUN, app, examples, exit_on_mistake, say
 from ..common.command import Command, print_json, with_options
-from ..common.options import (
-    Json,
-    output_option,
-    value_option,
-)
+from ..common.options import Json, output_option, value_option
 
 if TYPE_CHECKING:  # it imports torch
     from ...deploy.export import ExportResult
@@ -199,7 +195,7 @@ def _export(options: ExportOptions) -> "ExportResult":
         backends=options.backend or BACKENDS,
         tolerance=tolerance,
         about=about,
-        say=lambda text: typer.echo(f"paceline: {text} ...", err=True),
+        say=lambda text: say(f"{text} ..."),
     )
 
 
@@ -266,8 +262,8 @@ def result_lines(result: "ExportResult") -> list[str]:
     ]
     width = max(12, *(len(head) + 2 for head in heads))
     lines = [f"{'':14}{'error':>9}" + "".join(f"{head:>{width}}" for head in heads)]
-    own = f"{result.eager_error:.1e}" if result.eager_error else ""
-    rows = [("eager PyTorch", own, result.eager_s)]
+    eager_error = f"{result.eager_error:.1e}" if result.eager_error else ""
+    rows = [("eager PyTorch", eager_error, result.eager_s)]
     rows += [(c.name, f"{c.error:.1e}", c.call_s) for c in result.candidates if not c.reason]
     for name, error, seconds in rows:
         lines.append(

@@ -298,7 +298,7 @@ class HangDetector:
         write_message: Callable[[str], None],
     ) -> JobEnd | None:
         from ...analyze.live.live_view import find_deadlocked_ranks, view
-        from ...report.terminal.hang import find_computing_ranks, hang_report
+        from ...report.terminal.top import find_computing_ranks, hang_report
 
         snapshot = self._fetch_records(MAX_EVENTS_PER_RANK)
         if snapshot is None or snapshot.ending:

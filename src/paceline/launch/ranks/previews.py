@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
-from rich.console import RenderableType
+from rich.console import Group
 
 from ...analyze.rehearsal.axis_traffic import groups_of
 from ...analyze.rehearsal.facts import (
@@ -43,7 +43,9 @@ from ...record.hooks.error_messages import line_of_error, summarize_error
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...report.console import PlainConsole
-from ...report.terminal.rehearsal import rehearsal_json, render
+from ...report.document import Block
+from ...report.terminal.draw import draw
+from ...report.terminal.previews import rehearsal_blocks, rehearsal_json
 from ...security.files import write_all
 from ...security.schema import parse_json
 from ..layout import make_seats
@@ -229,7 +231,7 @@ def rehearse(run: Callable[[], int], finish: Finish) -> int:
         if rank == 0:
             waiting = representatives(request.ranks, outcome.facts.axes)[1:]
     rehearsal = Rehearsal(request, found)
-    _print_preview(rehearsal_json(rehearsal), render(rehearsal))
+    _print_preview(rehearsal_json(rehearsal), rehearsal_blocks(rehearsal))
     failure = rehearsal.failed.failure if rehearsal.failed is not None else None
     if failure is not None and failure.is_limit:
         code = CANNOT
@@ -238,13 +240,13 @@ def rehearse(run: Callable[[], int], finish: Finish) -> int:
     return 0 if send_to_launcher(job_code=code) else code
 
 
-def _print_preview(summary: dict[str, Any], shown: RenderableType) -> None:
-    """Print what ``shown`` draws, and send the JSON to the launcher."""
+def _print_preview(summary: dict[str, Any], blocks: list[Block]) -> None:
+    """Print the blocks, and send the JSON to the launcher."""
     send_to_launcher(summary=json.dumps(summary))
     text = io.StringIO()
     terminal = os.environ.get("PACELINE_TTY") == "1"
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or 100
-    PlainConsole(file=text, force_terminal=terminal, width=width).print(shown)
+    PlainConsole(file=text, force_terminal=terminal, width=width).print(Group(*draw(blocks)))
     notify(text.getvalue())
 
 
@@ -359,8 +361,8 @@ def start_showing_memory() -> "MemorySurvey":
 
 
 def _show_memory(predicted: "list[LayoutMemory]", survey: "MemorySurvey") -> None:
-    from ...report import layout_memory
+    from ...report.terminal.previews import memory_blocks, memory_json
 
     available = survey.available_bytes
-    table = layout_memory.render(predicted, available, survey.problems)
-    _print_preview(layout_memory.memory_json(predicted, available), table)
+    blocks = memory_blocks(predicted, available, survey.problems)
+    _print_preview(memory_json(predicted, available), blocks)

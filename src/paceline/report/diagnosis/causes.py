@@ -10,7 +10,7 @@ from ...analyze.diagnosis.diagnosis import Diagnosis
 from ...analyze.diagnosis.table import INDICATORS
 from .. import document as doc
 from ..numbers import amount, percent
-from ..verdict.verdict import begin_sentence
+from ..verdict import begin_sentence
 from .intervals import share_around
 from .waterfall import MORE_ROUNDS
 
@@ -33,7 +33,7 @@ def cause_blocks(found: Diagnosis, path: str = "") -> Iterable[doc.Block]:
         yield doc.Heading("Largest causes, of a step's time:", doc.TERMINAL)
         yield doc.Heading("Largest causes of lost time", doc.PAGE)
         yield doc.Items(
-            [_item(one, number, f"{path}causes") for number, one in enumerate(found.causes)]
+            [_item(cause, number, f"{path}causes") for number, cause in enumerate(found.causes)]
         )
         shares = "[Shares|step share] are of a step's time, with their [intervals|cause interval]."
         yield doc.Line(doc.text(shares), doc.MUTED, doc.PAGE)
@@ -45,24 +45,24 @@ def cause_blocks(found: Diagnosis, path: str = "") -> Iterable[doc.Block]:
     if found.usual:
         usual = doc.Part("Usual costs", term="usual cost")
         limit = f", below {100 * USUAL_SHARE:.0f} % of a step"
-        yield doc.Heading([usual, limit, doc.Part(":", where=doc.TERMINAL)])
+        yield doc.Heading([usual, limit, doc.in_terminal(":")])
         yield doc.Bullets(
             [
-                [*_named(one, f"{path}usual.{number}"), f". {begin_sentence(one.sentence)}"]
-                for number, one in enumerate(found.usual)
+                [*_named(cause, f"{path}usual.{number}"), f". {begin_sentence(cause.sentence)}"]
+                for number, cause in enumerate(found.usual)
             ]
         )
     if found.unconfirmed:
         not_confirmed = doc.Part("not confirmed", term="not-confirmed")
-        yield doc.Heading(["Expected, but ", not_confirmed, doc.Part(":", where=doc.TERMINAL)])
-        yield doc.Bullets(
-            [_unconfirmed(one, f"{path}unconfirmed.{n}") for n, one in enumerate(found.unconfirmed)]
-        )
+        yield doc.Heading(["Expected, but ", not_confirmed, doc.in_terminal(":")])
+        at = f"{path}unconfirmed"
+        refuted = [_unconfirmed(cause, f"{at}.{n}") for n, cause in enumerate(found.unconfirmed)]
+        yield doc.Bullets(refuted)
 
 
 def _named(cause: Cause, at: str) -> list[str | doc.Part]:
     return [
-        doc.Part("- ", where=doc.TERMINAL),
+        doc.in_terminal("- "),
         doc.Part(cause.id, doc.CODE, f"{at}.id"),
         ": ",
         doc.Part(percent(cause.share), figure=f"{at}.share"),
@@ -74,15 +74,15 @@ def _unconfirmed(cause: Cause, at: str) -> doc.Text:
     measured: Sequence[str | doc.Part] = ["nothing"]
     if cause.measured is not None:
         measured = share_around(cause.measured, f"{at}.measured")
-    said = begin_sentence(cause.sentence)
-    return [*_named(cause, at), " expected, ", *measured, f" measured. {said}"]
+    sentence = begin_sentence(cause.sentence)
+    return [*_named(cause, at), " expected, ", *measured, f" measured. {sentence}"]
 
 
 def _item(cause: Cause, number: int, path: str) -> doc.Item:
     """Return a cause with its interval, its basis and its evidence."""
     at = f"{path}.{number}"
     label = [
-        doc.Part(f"{number + 1}. ", where=doc.TERMINAL),
+        doc.in_terminal(f"{number + 1}. "),
         doc.Part(percent(cause.share), doc.STRONG, f"{at}.share"),
     ]
     text: list[str | doc.Part] = [begin_sentence(cause.sentence)]
@@ -93,17 +93,13 @@ def _item(cause: Cause, number: int, path: str) -> doc.Item:
             basis = (
                 "measured in the record; the experiments agree, with too few rounds to confirm it"
             )
-        text.append(
-            doc.Part(f" {begin_sentence(basis)}" if basis else "", doc.DOUBT, where=doc.TERMINAL)
-        )
-    verdict: list[str | doc.Part] = [
-        doc.Part(VERDICTS[cause.confirmed], term=cause.confirmed, where=doc.PAGE)
-    ]
+        text.append(doc.in_terminal(f" {begin_sentence(basis)}" if basis else "", doc.DOUBT))
+    verdict: list[str | doc.Part] = [doc.on_page(VERDICTS[cause.confirmed], term=cause.confirmed)]
     if cause.confirmed == CONFIRMED and cause.measured is not None:
-        verdict.append(doc.Part(": without it, steps are shorter by ", where=doc.PAGE))
+        verdict.append(doc.on_page(": without it, steps are shorter by "))
         verdict += doc.only(doc.PAGE, share_around(cause.measured, f"{at}.measured"))
     elif basis:
-        verdict.append(doc.Part(f": {basis}", where=doc.PAGE))
+        verdict.append(doc.on_page(f": {basis}"))
     low, high = cause.interval
     ends = (
         doc.Part(percent(end), figure=f"{at}.interval.{n}") for n, end in enumerate((low, high))
@@ -112,7 +108,7 @@ def _item(cause: Cause, number: int, path: str) -> doc.Item:
     interval = doc.text("{low} to {high} of a step's time", doc.PAGE, **between)
     rows = [doc.Row([doc.Part("cause", term="cause"), doc.Part(cause.id, doc.CODE, f"{at}.id")])]
     rows += evidence(cause.evidence, f"{at}.evidence", ())
-    table = doc.Table([doc.Column("", right=False)] * 2, rows, name="evidence")
+    table = doc.Table(doc.columns("", ""), rows, name="evidence")
     lines: list[doc.Text] = [*([interval] if low < high else []), verdict]
     return doc.Item(label, text, lines, evidence=doc.Folded("Evidence", [table]))
 

@@ -6,16 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ...analyze.diagnosis.causes import OPERATORS, Cause, uncertain_bars
 from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS, Witness
-from ...analyze.diagnosis.diagnosis import Diagnosis
+from ...analyze.diagnosis.diagnosis import Diagnosis, Remedy
 from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.diagnosis.ladder_results import WORDS
+from ...analyze.diagnosis.rungs import Waterfall
+from ...analyze.diagnosis.table import CAUSES, INDICATORS
+from ...knobs.registry import KNOBS
 from .. import document as doc
 from ..losses import loss_items
 from ..numbers import amount, counted, duration, elapsed, finite, percent
 from ..run_document import run_document, states_of_ranks
 from ..sentences import core_wait_sentence, reaches
-from ..verdict.of_diagnosis import verdict_of_diagnosis, without_values
+from ..verdict import Verdict, begin_sentence, diagnose_command, in_doubt, with_comment
 from .causes import cause_blocks
 from .intervals import format_share, rate_around, share_around
 from .profile_tables import lines_as_json, lines_section, operators_as_json, operators_section
@@ -41,22 +45,24 @@ def describe_survey(seen: Any, minutes: float) -> list[str]:
         minutes: The time budget of the diagnosis.
     """
     events = []
-    for one in seen.events:
-        name = NAMES.get(one.kind, one.kind)
-        often = f"every {one.period} steps" if one.period else f"in {counted(one.count, 'step')}"
-        often = "at the end of each epoch" if one.at_epoch_ends else often
-        events.append(f"{name} {percent(one.share)} ({often})")
+    for event in seen.events:
+        name = NAMES.get(event.kind, event.kind)
+        often = (
+            f"every {event.period} steps" if event.period else f"in {counted(event.count, 'step')}"
+        )
+        often = "at the end of each epoch" if event.at_epoch_ends else often
+        events.append(f"{name} {percent(event.share)} ({often})")
     over = f"{counted(seen.steps, 'step')} of the unchanged script in {elapsed(seen.seconds)}"
-    said = [f"{over} had no validation, no checkpoint and no other event that few steps have"]
+    sentences = [f"{over} had no validation, no checkpoint and no other event that few steps have"]
     if events:
-        said = [f"{over}, as shares of the time of all ranks: {'; '.join(events)}"]
+        sentences = [f"{over}, as shares of the time of all ranks: {'; '.join(events)}"]
     if seen.missing_s:
         more = math.ceil(minutes + seen.missing_s / SURVEY_SHARE / 60)
-        said.append(
+        sentences.append(
             f"The survey did not reach the end of the first epoch ({seen.epoch_batches} batches): "
             f"what happens only there is not in these figures. HINT: --minutes {more} reaches it"
         )
-    return said
+    return sentences
 
 
 MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed
@@ -88,23 +94,17 @@ def diagnosis_document(found: Diagnosis, width: int = 100) -> doc.Document:
     sections += [*lines_section(found.lines), *operators_section(found.operators)]
     if found.ladder.survey is not None:
         heading = doc.text("[Survey|survey] of the training", doc.PAGE)
-        said = doc.lines(describe_survey(found.ladder.survey, found.minutes))
-        sections.append(doc.Section("survey", "Survey", said, heading))
+        sentences = doc.lines(describe_survey(found.ladder.survey, found.minutes))
+        sections.append(doc.Section("survey", "Survey", sentences, heading))
     notes = _notes(found)
     sections += [
         *doc.only(doc.PAGE, witnesses),
         _measurements(found),
         doc.Section("how", "Method", list(_method(found, notes)), "Method", doc.PAGE),
-        doc.Section(
-            "places",
-            "Nodes",
-            [doc.Nodes(found.report, "report.")],
-            "Nodes, bindings and versions",
-            doc.PAGE,
-        ),
+        doc.nodes_section([doc.Nodes(found.report, "report.")]),
         doc.Section("notes", "", notes, where=doc.TERMINAL),
     ]
-    about = doc.Part(command, doc.CODE, where=doc.PAGE)
+    about = doc.on_page(command, doc.CODE)
     title = f"Paceline: diagnosis of {found.command[0]}"
     return doc.Document(title, f"Causes of lost time on {size}", sections, [about])
 
@@ -173,10 +173,7 @@ def _summary(found: Diagnosis, command: str) -> Iterable[doc.Block]:
 def _notes(found: Diagnosis) -> list[doc.Line]:
     """Return the computation beside the machine's limits, waits for cores, and notes."""
     waits = waits_for_cores(found) if found.waterfall is not None else []
-    return [
-        *doc.lines([*computing(found), *waits]),
-        *doc.lines(found.notes, doc.DOUBT),
-    ]
+    return [*doc.lines([*computing(found), *waits]), *doc.lines(found.notes, doc.DOUBT)]
 
 
 def computing(found: Diagnosis) -> list[str]:
@@ -188,15 +185,15 @@ def computing(found: Diagnosis) -> list[str]:
     useful = line.points.get("its useful time") if line is not None else None
     if line is None or useful is None:
         return []
-    said = [
+    sentences = [
         f"While the model computes, it reaches {reaches(useful)} on {line.host} ({line.device})"
     ]
     if line.assumed:
-        said.append(
+        sentences.append(
             f"paceline check has not measured {found.report.hosts[0]}: the roofline is that of "
             f"{line.host}"
         )
-    return said
+    return sentences
 
 
 def waits_for_cores(found: Diagnosis) -> list[str]:
@@ -204,14 +201,14 @@ def waits_for_cores(found: Diagnosis) -> list[str]:
 
     The sentence has no full stop. The list is empty if no thread waits to speak of.
     """
-    said = core_wait_sentence(found.report)
-    if not said:
+    sentence = core_wait_sentence(found.report)
+    if not sentence:
         return []
-    saved = next((one.ladder for one in found.witnesses if one.name == "threads"), None)
+    saved = next((witness.ladder for witness in found.witnesses if witness.name == "threads"), None)
     if saved is not None:
         gain = f"{format_share(saved)} of a step" if saved.mean > 0 else "nothing"
-        said += f". One thread per rank saves {gain}, as measured"
-    return [said]
+        sentence += f". One thread per rank saves {gain}, as measured"
+    return [sentence]
 
 
 def _witnesses(found: Diagnosis) -> list[doc.Section]:
@@ -224,61 +221,58 @@ def _witnesses(found: Diagnosis) -> list[doc.Section]:
         return []
     bars = {bar.id for bar in w.bars} if w is not None else set()
     whole = [
-        (at, one)
-        for at, one in every
-        if one.name in bars or (one.ladder and one.name in EXCHANGE_PARTS)
+        (at, witness)
+        for at, witness in every
+        if witness.name in bars or (witness.ladder and witness.name in EXCHANGE_PARTS)
     ]
-    rows = [_witness(one, at) for at, one in whole]
+    rows = [_witness(witness, at) for at, witness in whole]
     if w is not None:
-        rest = 1 - w.reached - sum(one.ladder.mean for _, one in whole if one.ladder)
+        rest = 1 - w.reached - sum(witness.ladder.mean for _, witness in whole if witness.ladder)
         sums = [("other losses", rest)] if abs(rest) >= MIN_SHOWN else []
         sums += [("the rest, as one rank alone", w.reached), ("sum", 1.0)]
         rows += [doc.Row([f"  {name}", percent(x), "", ""], "", doc.TERMINAL) for name, x in sums]
-    parts = [(at, one) for at, one in every if (at, one) not in whole]
-    if any(_is_shown(one) for _, one in parts):
+    parts = [(at, witness) for at, witness in every if (at, witness) not in whole]
+    if any(_is_shown(witness) for _, witness in parts):
         rows.append(doc.Row(["parts of these shares"], "", doc.TERMINAL))
-    for at, one in parts:
-        rows.append(replace(_witness(one, at), where=doc.BOTH if _is_shown(one) else doc.PAGE))
-    columns = [
-        doc.Column("of a step's time", right=False, term="step share"),
-        doc.Column("experiment", term="experiment"),
-        doc.Column("record", term="record"),
-        doc.Column("", right=False),
-    ]
+    for at, witness in parts:
+        where = doc.BOTH if _is_shown(witness) else doc.PAGE
+        rows.append(replace(_witness(witness, at), where=where))
+    headings = ("of a step's time|step share", "experiment|experiment", "record|record", "")
     explained = doc.text(
         "The experiment is the time that switching a part off saved. The record is the time that "
         "the ranks recorded with all parts on. [Where they differ|differ], neither is reliable "
         "alone.",
         doc.PAGE,
     )
-    heading = doc.Part("Experiment and record", where=doc.PAGE)
-    blocks: list[doc.Block] = [doc.Line(explained, where=doc.PAGE), doc.Table(columns, rows)]
+    heading = doc.on_page("Experiment and record")
+    table = doc.Table(doc.columns(*headings), rows)
+    blocks: list[doc.Block] = [doc.Line(explained, where=doc.PAGE), table]
     return [doc.Section("witnesses", "Experiment and record", blocks, heading)]
 
 
-def _is_shown(one: Witness) -> bool:
-    return max(one.ladder.mean if one.ladder else 0.0, one.record or 0.0) >= MIN_SHOWN
+def _is_shown(witness: Witness) -> bool:
+    return max(witness.ladder.mean if witness.ladder else 0.0, witness.record or 0.0) >= MIN_SHOWN
 
 
-def _witness(one: Witness, number: int) -> doc.Row:
+def _witness(witness: Witness, number: int) -> doc.Row:
     at = f"witnesses.{number}"
-    experiment = [doc.Part(doc.NOT_KNOWN, figure=f"{at}.ladder", where=doc.PAGE)]
-    if one.ladder is not None:
-        experiment = share_around(one.ladder, f"{at}.ladder")
-    record = doc.Part(doc.NOT_KNOWN, figure=f"{at}.record", where=doc.PAGE)
-    if one.record is not None:
-        record = doc.Part(percent(one.record), figure=f"{at}.record")
-    agrees = doc.Part(agreement(one), doc.DOUBT if one.differ else doc.MUTED)
-    return doc.Row([["  ", indicator_name(one.name)], experiment, record, agrees])
+    experiment = [doc.on_page(doc.NOT_KNOWN, figure=f"{at}.ladder")]
+    if witness.ladder is not None:
+        experiment = share_around(witness.ladder, f"{at}.ladder")
+    record = doc.on_page(doc.NOT_KNOWN, figure=f"{at}.record")
+    if witness.record is not None:
+        record = doc.Part(percent(witness.record), figure=f"{at}.record")
+    agrees = doc.Part(agreement(witness), doc.DOUBT if witness.differ else doc.MUTED)
+    return doc.Row([["  ", indicator_name(witness.name)], experiment, record, agrees])
 
 
-def agreement(one: Witness) -> str:
+def agreement(witness: Witness) -> str:
     """Return in words whether experiment and record agree; empty if only one of them exists."""
-    if one.ladder is None or one.record is None:
+    if witness.ladder is None or witness.record is None:
         return ""
-    if one.differ:
+    if witness.differ:
         return "they differ"
-    wide = one.ladder.low <= 0 and max(one.ladder.mean, one.record) >= MIN_SHARE
+    wide = witness.ladder.low <= 0 and max(witness.ladder.mean, witness.record) >= MIN_SHARE
     return "interval too wide" if wide else "they agree"
 
 
@@ -301,9 +295,8 @@ def _measurements(found: Diagnosis) -> doc.Section:
             " per batch",
         ]
         rows.append(doc.Row([WORDS.get("loader", "loader"), batch]))
-    columns = [doc.Column("rung", right=False, term="rung")]
-    columns += [doc.Column("round 1", term="round")] * min(rounds, 1)
-    columns += [doc.Column(str(number)) for number in range(2, rounds + 1)]
+    names = ["round 1|round"] * min(rounds, 1) + [str(n) for n in range(2, rounds + 1)]
+    columns = doc.columns("rung|rung", *names)
     explained = doc.text(
         f"{rate_unit(found.report).capitalize()} of all ranks at the rate of the slowest rank, and "
         "below it the [step time|rung step] of that rank."
@@ -348,12 +341,14 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "seconds": ladder.seconds,
         "ended": ladder.ended,
         "survey": finite(asdict(ladder.survey)) if ladder.survey else None,
-        "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
+        "rungs": {name: [asdict(run) for run in runs] for name, runs in ladder.rungs.items()},
         "savings": ladder.savings,
         "loader": ladder.loader,
         "facts": ladder.facts,
         "waterfall": finite(asdict(found.waterfall)) if found.waterfall else None,
-        "witnesses": [finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
+        "witnesses": [
+            finite(asdict(witness)) | {"differ": witness.differ} for witness in found.witnesses
+        ],
         "causes": [finite(asdict(cause)) for cause in found.causes],
         "usual": [finite(asdict(cause)) for cause in found.usual],
         "unconfirmed": [finite(asdict(cause)) for cause in found.unconfirmed],
@@ -365,3 +360,110 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "after": as_json(found.after) if found.after else None,
         "report": asdict(found.report),
     }
+
+
+def verdict_of_diagnosis(found: Diagnosis) -> Verdict:
+    """Return what limits a training, according to its diagnosis."""
+    if found.waterfall is None:
+        return _without_experiments(found)
+    reached = percent(found.waterfall.reached)
+    if not found.causes:
+        return _without_cause(found, found.waterfall, reached)
+    cause = found.causes[0]
+    (low, high), lost_to = cause.interval, CAUSES[cause.id].lost_to
+    if cause.witness == OPERATORS:  # the share is an upper bound
+        verdict = f"Up to {percent(cause.share)} of a step's time is lost to {lost_to}."
+        return Verdict(verdict, begin_sentence(cause.sentence), _next(found, cause))
+    around = ""
+    if low < high and math.isfinite(low):
+        seen = cause.measured  # tables show the experiment's own interval
+        is_wider = seen is not None and (low < seen.low - 0.005 or high > seen.high + 0.005)
+        around = f" ({100 * low:.0f} to {100 * high:.0f}{' with the record' * is_wider})"
+    verdict = f"{percent(cause.share)}{around} of a step's time is lost to {lost_to}."
+    doubt = "the interval contains less than 2.5 %" if low < MIN_SHARE / 2 else ""
+    return Verdict(in_doubt(verdict, doubt), begin_sentence(cause.sentence), _next(found, cause))
+
+
+def _next(found: Diagnosis, cause: Cause) -> str:
+    """Return the kept remedy with the largest gain, or else the first one for the cause."""
+    trials = [] if found.tried is None else found.tried.trials
+    kept = [(trial.gain.mean, trial.remedy) for trial in trials if trial.kept and trial.gain]
+    if kept:
+        gain, best = max(kept, key=lambda both: both[0])
+        return f"{_edit(best)} (measured gain {100 * gain:+.0f} %)"
+    dropped = set() if found.tried is None else found.tried.decided
+    left = [remedy for remedy in found.remedies if remedy.knob not in dropped]
+    first = [remedy for remedy in left if remedy.cause == cause.id]
+    knobs = {name for name, knob in KNOBS.items() if cause.id in knob.answers}
+    for remedy in (*first, *(remedy for remedy in left if remedy.knob in knobs)):
+        return _apply(found, remedy)
+    return with_comment(
+        _command(found, ["--json", "diagnosis.json"]),
+        "no remedy is known: the file has the evidence",
+    )
+
+
+def _apply(found: Diagnosis, remedy: Remedy) -> str:
+    """Return the command that measures a remedy, or the edit that it needs."""
+    gain = remedy.gain
+    predicted = f"predicted gain {100 * gain.mean:+.0f} %" if gain is not None else ""
+    if remedy.settable:
+        return with_comment(_command(found, ["--try", remedy.knob]), predicted)
+    return f"{_edit(remedy)}{f' ({predicted})' if predicted else ''}"
+
+
+def _edit(remedy: Remedy) -> str:
+    return f"line {remedy.line}: {remedy.edit}" if remedy.line is not None else remedy.edit
+
+
+def _command(found: Diagnosis, wanted: Sequence[str]) -> str:
+    return diagnose_command(without_values(found.options), found.command, wanted)
+
+
+def _without_cause(found: Diagnosis, w: Waterfall, reached: str) -> Verdict:
+    doubtful = uncertain_bars(w, found.usual)
+    limit = f"{100 * MIN_SHARE:.0f} %"
+    verdict = f"No cause takes {limit} of a step's time or more: {reached} of the ideal is reached."
+    largest = max(w.bars, key=lambda bar: bar.of_step.mean, default=None)
+    why = f"the experiments differ by less than {limit} of a step"
+    if largest is not None:
+        share = percent(max(largest.of_step.mean, 0.0))
+        why = (
+            f"the largest difference between experiments is {share} of a step ({_bar(largest.id)})"
+        )
+    if found.usual:
+        usual = found.usual[0]
+        verdict = f"No cause takes {limit} of a step's time or more, except for usual costs: "
+        verdict += f"{reached} of the ideal is reached."
+        why = f"{percent(usual.share)} of a step, of usual costs: {usual.sentence}"
+    if doubtful:
+        verdict = f"No cause is certain: {reached} of the ideal is reached."
+        why = (
+            f"the rounds are too few or differ too much to judge: {', '.join(map(_bar, doubtful))}"
+        )
+        wanted = _command(found, ["--minutes", "10"])
+        return Verdict(in_doubt(verdict, "noisy rounds"), begin_sentence(why), wanted)
+    if found.remedies:
+        return Verdict(verdict, begin_sentence(why), _apply(found, found.remedies[0]))
+    return Verdict(verdict, begin_sentence(why), "no change is needed")
+
+
+def _bar(name: str) -> str:
+    return INDICATORS[name].title
+
+
+def _without_experiments(found: Diagnosis) -> Verdict:
+    verdict = "Paceline cannot determine what limits the training: experiments are missing."
+    note = next(iter(found.notes), "the script could not be measured with parts switched off")
+    why, _, hint = note.partition(" HINT: ")
+    record = "paceline run --record FOLDER SCRIPT  # needs no experiments"
+    return Verdict(verdict, begin_sentence(why.rstrip(". ")), hint or record)
+
+
+def without_values(options: Sequence[str]) -> list[str]:
+    """Return options without the values of environment variables, which may be secret."""
+    words = list(options)
+    for at, word in enumerate(words[:-1]):
+        if word == "--env":
+            words[at + 1] = words[at + 1].partition("=")[0]
+    return words

@@ -55,16 +55,13 @@ def around(
     interval: Interval, path: str, show: Callable[[float], str], brief: str
 ) -> list[doc.Part]:
     """Return a mean and its interval: ``brief`` in the terminal, single figures on a page."""
-    parts = [
-        doc.Part(brief, where=doc.TERMINAL),
-        doc.Part(show(interval.mean), figure=f"{path}.mean", where=doc.PAGE),
-    ]
+    parts = [doc.in_terminal(brief), doc.on_page(show(interval.mean), figure=f"{path}.mean")]
     if math.isfinite(interval.low):
         parts += [
-            doc.Part(" (", doc.RANGE, where=doc.PAGE),
-            doc.Part(show(interval.low), doc.RANGE, f"{path}.low", where=doc.PAGE),
-            doc.Part(" to ", doc.RANGE, where=doc.PAGE),
-            doc.Part(show(interval.high), doc.RANGE, f"{path}.high", where=doc.PAGE),
-            doc.Part(")", doc.RANGE, where=doc.PAGE),
+            doc.on_page(" (", doc.RANGE),
+            doc.on_page(show(interval.low), doc.RANGE, f"{path}.low"),
+            doc.on_page(" to ", doc.RANGE),
+            doc.on_page(show(interval.high), doc.RANGE, f"{path}.high"),
+            doc.on_page(")", doc.RANGE),
         ]
     return parts

@@ -39,8 +39,9 @@ def lines_section(profile: LineProfile | None) -> list[doc.Section]:
     """Return the lines with most time, and those of loader workers; nothing without a profile."""
     if profile is None:
         return []
-    known = {_key(line): at for at, line in enumerate(lines_as_json(profile) or [])}
-    lines = [line for line in profile.lines() if line.share >= MIN_LINE_SHARE]
+    every = profile.lines()  # the largest share first, as in the JSON, which has workers after them
+    first_worker = min(len(every), MAX_JSON_LINES)
+    lines = [line for line in every if line.share >= MIN_LINE_SHARE]
     workers = [line for line in profile.worker_lines() if line.share >= MIN_LINE_SHARE]
     lines, workers = lines[:MAX_LINES_ON_PAGE], workers[:MAX_LINES_ON_PAGE]
     doing = {activity for line in lines for activity in line.doing}
@@ -51,14 +52,14 @@ def lines_section(profile: LineProfile | None) -> list[doc.Section]:
         rows = []
         longest = lines[0].share
         for number, line in enumerate(lines):
-            at = f"lines.{known[_place_of(line.line, in_workers=False)]}"
+            at = f"lines.{number}"
             shares = [
                 doc.Part(percent(line.share), figure=f"{at}.share"),
                 doc.Part(percent(line.inclusive_share), figure=f"{at}.inclusive"),
             ]
-            said = describe_doing(line) + describe_ranks(profile.ranks, line)
+            description = describe_doing(line) + describe_ranks(profile.ranks, line)
             bar = _bar(line.doing, longest)
-            rows.append(_row(number, [_line(line.line), *shares, [bar, said]]))
+            rows.append(_row(number, [_line(line.line), *shares, [bar, description]]))
         share = doc.Column("of a step", term="line time", width=13)
         with_calls = doc.Column("with calls", term="with calls", width=13)
         blocks.append(_line_table(share, rows, with_calls))
@@ -66,8 +67,8 @@ def lines_section(profile: LineProfile | None) -> list[doc.Section]:
         rows = []
         longest = workers[0].share
         for number, worker in enumerate(workers):
-            at = f"lines.{known[_place_of(worker.line, in_workers=True)]}"
-            figure = doc.Part(percent(worker.share), figure=f"{at}.share")
+            at = f"lines.{first_worker + number}.share"
+            figure = doc.Part(percent(worker.share), figure=at)
             bar = _bar({worker.doing: worker.share}, longest)
             rows.append(_row(number, [_line(worker.line), figure, [bar, describe_worker(worker)]]))
         share = doc.Column("of their time", term="line time", width=13)
@@ -78,8 +79,7 @@ def lines_section(profile: LineProfile | None) -> list[doc.Section]:
 def _line_table(share: doc.Column, rows: list[doc.Row], *more: doc.Column) -> doc.Table:
     """Return a table of lines with their share of the time."""
     line, doing = (
-        doc.Column("line", right=False, ratio=3),
-        doc.Column("doing", right=False, ratio=2),
+        doc.Column(name, right=False, ratio=ratio) for name, ratio in (("line", 3), ("doing", 2))
     )
     return doc.Table([line, share, *more, doing], rows, name="by-line")
 
@@ -91,8 +91,8 @@ def _row(number: int, cells: list[doc.Text]) -> doc.Row:
 def _line(line: SampledLine) -> doc.Text:
     file, function = line.file.rpartition("/")[2], line.function
     return [
-        doc.Part(f"{file}:{line.line} {function.rpartition('.')[2]}: ", where=doc.TERMINAL),
-        doc.Part(f"{file}:{line.line} {function}", doc.SMALL, where=doc.PAGE),
+        doc.in_terminal(f"{file}:{line.line} {function.rpartition('.')[2]}: "),
+        doc.on_page(f"{file}:{line.line} {function}", doc.SMALL),
         doc.NEW_LINE,
         doc.Part(line.code, doc.CODE),
     ]
@@ -102,14 +102,6 @@ def _bar(doing: Mapping[Doing, float], longest: float) -> doc.Part:
     largest = sorted(doing.items(), key=lambda part: -part[1])
     bar = [(str(name), _ACTIVITY_COLOURS[name], share / longest) for name, share in largest]
     return doc.Part("", where=doc.PAGE, bar=bar)
-
-
-def _place_of(line: SampledLine, *, in_workers: bool) -> tuple[str, int, str, bool]:
-    return line.file, line.line, line.function, in_workers
-
-
-def _key(line: Mapping[str, Any]) -> tuple[str, int, str, bool]:
-    return line["file"], line["line"], line["function"], line["in_workers"]
 
 
 def describe_doing(line: LineTime) -> str:
@@ -137,7 +129,7 @@ def _short(what: str) -> str:
 def describe_ranks(ranks: list[int], line: LineTime) -> str:
     """Say on which rank a line takes longer than on the others."""
     most = max(range(len(ranks)), key=lambda i: line.own[i])
-    others = [own for i, own in enumerate(line.own) if i != most]
+    others = [share for i, share in enumerate(line.own) if i != most]
     if not others or line.own[most] - max(others) < MIN_RANK_DIFFERENCE:
         return ""
     return f"; rank {ranks[most]} {percent(line.own[most])}, others up to {percent(max(others))}"
@@ -153,17 +145,17 @@ def lines_as_json(profile: LineProfile | None) -> list[dict[str, Any]] | None:
     }
     found = [
         {
-            **asdict(one.line),
+            **asdict(line.line),
             "in_workers": False,
-            "share": one.share,
-            "inclusive": one.inclusive_share,
-            "doing": {str(doing): share for doing, share in one.doing.items()},
-            "what": one.what,
-            "ranks": {str(r): own for r, own in zip(profile.ranks, one.own, strict=True)},
-            "waited_for": {str(r): share for r, share in waited.get(one.line, {}).items()},
-            "executions_a_step": one.executions,
+            "share": line.share,
+            "inclusive": line.inclusive_share,
+            "doing": {str(doing): share for doing, share in line.doing.items()},
+            "what": line.what,
+            "ranks": {str(r): share for r, share in zip(profile.ranks, line.own, strict=True)},
+            "waited_for": {str(r): share for r, share in waited.get(line.line, {}).items()},
+            "executions_a_step": line.executions,
         }
-        for one in profile.lines()[:MAX_JSON_LINES]
+        for line in profile.lines()[:MAX_JSON_LINES]
     ]
     return found + [
         {
@@ -188,7 +180,7 @@ def operators_section(profile: OperatorProfile | None) -> list[doc.Section]:
     step = doc.Part(duration(profile.step_s), figure="operators.step_s")
     blocks: list[doc.Block] = [doc.Line([f"Operators take {share} of a step of ", step, "."])]
     if found := findings(profile):
-        blocks.append(doc.Bullets([_finding(one, number) for number, one in enumerate(found)]))
+        blocks.append(doc.Bullets([_finding(finding, n) for n, finding in enumerate(found)]))
     else:
         blocks.append(doc.Line(nothing_wrong(profile)))
     blocks += [doc.BLANK, _operator_table(profile), *doc.lines(profile.notes, doc.DOUBT)]
@@ -220,14 +212,11 @@ def _operator_table(profile: OperatorProfile) -> doc.Table:
         reached = doc.NOT_KNOWN if of_roofline is None else percent(of_roofline)
         name: list[str | doc.Part] = [
             row.operator,
-            doc.Part(f", {row.phase}", where=doc.TERMINAL),
+            doc.in_terminal(f", {row.phase}"),
             doc.NEW_LINE,
-            doc.Part(row.phase, doc.SMALL, where=doc.PAGE),
+            doc.on_page(row.phase, doc.SMALL),
         ]
-        module = [
-            doc.Part(_end(row.module), where=doc.TERMINAL),
-            doc.Part(row.module, where=doc.PAGE),
-        ]
+        module = [doc.in_terminal(_end(row.module)), doc.on_page(row.module)]
         cells: list[doc.Text] = [
             name,
             doc.Part(percent(operator.share), figure=f"{at}.share"),
@@ -259,31 +248,29 @@ def _end(module: str) -> str:
 def _operator_line(operator: ProfiledOperator) -> Iterable[doc.Part]:
     if operator.file:
         place = f"{PurePath(operator.file).name}:{operator.line}"
-        yield doc.Part(f"{place} {operator.code[:MAX_CODE_CHARACTERS]}", where=doc.TERMINAL)
-        yield doc.Part(place, doc.SMALL, where=doc.PAGE)
+        yield doc.in_terminal(f"{place} {operator.code[:MAX_CODE_CHARACTERS]}")
+        yield doc.on_page(place, doc.SMALL)
         yield doc.NEW_LINE
-        yield doc.Part(operator.code, doc.CODE, where=doc.PAGE)
+        yield doc.on_page(operator.code, doc.CODE)
 
 
 def nothing_wrong(profile: OperatorProfile) -> str:
     """Return the sentence for a model in which no finding takes ``MIN_SHARE`` of a step."""
-    said = f"No unneeded work inside the model takes {100 * MIN_SHARE:.0f} % of a step or more."
+    sentence = f"No unneeded work inside the model takes {100 * MIN_SHARE:.0f} % of a step or more."
     largest = products(profile)
     if not largest:
-        return said
-    share = sum(one.share for one in largest)
-    reached = sum(one.share * (one.of_roofline or 0.0) for one in largest) / share if share else 0.0
+        return sentence
+    share = sum(op.share for op in largest)
+    reached = sum(op.share * (op.of_roofline or 0.0) for op in largest) / share if share else 0.0
     names = ", ".join(
-        f"{one.row.operator} of {one.row.shapes}" + (f" in {one.row.module}" * bool(one.row.module))
-        for one in largest
+        f"{op.row.operator} of {op.row.shapes}{f' in {op.row.module}' * bool(op.row.module)}"
+        for op in largest
     )
-    which = (
-        f"{len(largest)} largest matrix products take"
-        if len(largest) > 1
-        else "largest matrix product takes"
-    )
+    take = "largest matrix product takes"
+    if len(largest) > 1:
+        take = f"{len(largest)} largest matrix products take"
     return (
-        f"{said} The {which} {percent(share)} of a step, at {percent(reached)} of the roofline: "
+        f"{sentence} The {take} {percent(share)} of a step, at {percent(reached)} of the roofline: "
         f"{names}."
     )
 
@@ -296,13 +283,13 @@ def operators_as_json(profile: OperatorProfile | None) -> dict[str, Any] | None:
     return {
         **{name: getattr(profile, name) for name in (*fields, "device")},
         "limits": msgspec.to_builtins(profile.limits),
-        "operators": [_row_as_json(one) for one in profile.operators[:MAX_JSON_OPERATORS]],
-        "findings": [asdict(one) for one in findings(profile)],
+        "operators": [*map(_row_as_json, profile.operators[:MAX_JSON_OPERATORS])],
+        "findings": [asdict(finding) for finding in findings(profile)],
         "notes": profile.notes,
     }
 
 
-def _row_as_json(one: ProfiledOperator) -> dict[str, Any]:
-    place = {"file": one.file, "line": one.line, "code": one.code}
-    figures = {"share": one.share, "of_roofline": one.of_roofline}
-    return {**msgspec.to_builtins(one.row), **place, **figures}
+def _row_as_json(operator: ProfiledOperator) -> dict[str, Any]:
+    place = {"file": operator.file, "line": operator.line, "code": operator.code}
+    figures = {"share": operator.share, "of_roofline": operator.of_roofline}
+    return {**msgspec.to_builtins(operator.row), **place, **figures}

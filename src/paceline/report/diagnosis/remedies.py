@@ -25,7 +25,7 @@ def how_to_apply(remedy: Remedy) -> str:
     where = f"line {remedy.line}: " if remedy.line is not None else ""
     besides = ["changes the numbers"] if remedy.numbers else []
     besides += [f"may cost {remedy.costs}"] if remedy.costs else []
-    return f"{where}{remedy.edit}" + "".join(f"; {one}" for one in besides)
+    return f"{where}{remedy.edit}" + "".join(f"; {text}" for text in besides)
 
 
 def proposed_table(remedies: Sequence[tuple[int, Remedy]], path: str) -> doc.Table:
@@ -36,20 +36,16 @@ def proposed_table(remedies: Sequence[tuple[int, Remedy]], path: str) -> doc.Tab
         path: Where they are in the JSON.
     """
     rows = []
-    for number, one in remedies:
-        sets = f"--try {one.knob}, or " if one.settable else ""
+    for number, remedy in remedies:
+        sets = f"--try {remedy.knob}, or " if remedy.settable else ""
         at = f"{path}.{number}"
-        code = [doc.Part(" ", where=doc.PAGE), doc.Part(one.code, doc.CODE, where=doc.PAGE)]
-        how: doc.Text = [f"{sets}{how_to_apply(one)}", *code * bool(one.code)]
-        source = doc.Part(one.source, figure=f"{at}.source")
-        rows.append(doc.Row([f"  {set_to(one)}", gain_around(one.gain, f"{at}.gain"), source, how]))
-    columns = [
-        doc.Column("remedy", right=False, term="remedy"),
-        doc.Column("predicted gain", right=False, term="predicted gain"),
-        doc.Column("from", right=False, term="prediction"),
-        doc.Column("how", right=False),
-    ]
-    return doc.Table(columns, rows)
+        code = [doc.on_page(" "), doc.on_page(remedy.code, doc.CODE)]
+        how: doc.Text = [f"{sets}{how_to_apply(remedy)}", *code * bool(remedy.code)]
+        source = doc.Part(remedy.source, figure=f"{at}.source")
+        gain = gain_around(remedy.gain, f"{at}.gain")
+        rows.append(doc.Row([f"  {set_to(remedy)}", gain, source, how]))
+    headings = ("remedy|remedy", "predicted gain|predicted gain", "from|prediction", "how")
+    return doc.Table(doc.columns(*headings, left=4), rows)
 
 
 def prediction_errors(remedies: Sequence[Remedy], off: Mapping[str, PredictionError]) -> list[str]:
@@ -57,7 +53,7 @@ def prediction_errors(remedies: Sequence[Remedy], off: Mapping[str, PredictionEr
     return [
         f"Predictions from {source} were off by {off[source].points:.1f} points "
         f"(median of {off[source].count})."
-        for source in dict.fromkeys(one.source for one in remedies)
+        for source in dict.fromkeys(remedy.source for remedy in remedies)
         if source in off
     ]
 
@@ -67,18 +63,14 @@ def tried_table(tried: TrialResults) -> doc.Table | None:
     if not tried.trials:
         return None
     rows = []
-    for number, one in enumerate(tried.trials):
+    for number, trial in enumerate(tried.trials):
         at = f"tried.{number}"
-        kept = doc.Part("kept", doc.GOOD) if one.kept else one.why
-        gains = (gain_around(one.predicted, f"{at}.predicted"), gain_around(one.gain, f"{at}.gain"))
-        rows.append(doc.Row([f"  {set_to(one.remedy)}", *gains, kept]))
-    columns = [
-        doc.Column("tried remedy", right=False, term="remedy"),
-        doc.Column("predicted gain", right=False, term="predicted gain"),
-        doc.Column("measured gain", right=False, term="measured gain"),
-        doc.Column("", right=False),
-    ]
-    return doc.Table(columns, rows)
+        kept = doc.Part("kept", doc.GOOD) if trial.kept else trial.why
+        predicted = gain_around(trial.predicted, f"{at}.predicted")
+        measured = gain_around(trial.gain, f"{at}.gain")
+        rows.append(doc.Row([f"  {set_to(trial.remedy)}", predicted, measured, kept]))
+    gains = ("predicted gain|predicted gain", "measured gain|measured gain")
+    return doc.Table(doc.columns("tried remedy|remedy", *gains, "", left=3), rows)
 
 
 NOTHING_TRIED = "Paceline tried no remedy: no cause has one that it can set without a script edit."
@@ -94,22 +86,22 @@ def describe_confirmed(gain: Interval) -> str:
 
 def describe_trial(trial: Any) -> str:
     """Return the result of one trial in one line."""
-    said = "kept" if trial.kept else trial.why
+    result = "kept" if trial.kept else trial.why
     predicted = f" (predicted {format_gain(trial.predicted)})" if trial.predicted else ""
     measured = f"{format_gain(trial.gain)}{predicted}, " if trial.gain else ""
-    return f"tried {set_to(trial.remedy)}: {measured}{said}"
+    return f"tried {set_to(trial.remedy)}: {measured}{result}"
 
 
 def loss_changes(tried: TrialResults) -> list[str]:
     """Return how the knobs that change numerical results changed the training loss, in words."""
     lines = []
-    for one in tried.trials:
-        if one.loss is not None:
-            change = one.loss.with_it - one.loss.without
+    for trial in tried.trials:
+        if trial.loss is not None:
+            change = trial.loss.with_it - trial.loss.without
             lines.append(
-                f"  {one.remedy.knob} changes the numbers: over the same steps the loss was "
-                f"{one.loss.with_it:.4g} with it and {one.loss.without:.4g} without "
-                f"({change:+.2g}; runs without it differ by {one.loss.spread:.2g})."
+                f"  {trial.remedy.knob} changes the numbers: over the same steps the loss was "
+                f"{trial.loss.with_it:.4g} with it and {trial.loss.without:.4g} without "
+                f"({change:+.2g}; runs without it differ by {trial.loss.spread:.2g})."
             )
     return lines
 
@@ -125,12 +117,12 @@ def remedies_section(found: Diagnosis) -> list[doc.Section]:
         )
         if blocks:
             blocks.append(doc.Line(note, doc.MUTED, doc.PAGE))
-        heading = doc.Part("Proposed remedies", where=doc.PAGE)
+        heading = doc.on_page("Proposed remedies")
         return [doc.Section("remedies", "Remedies", blocks, heading)]
     table = tried_table(tried)
     blocks = [table if table is not None else doc.Line(NOTHING_TRIED)]
     blocks += map(doc.Line, loss_changes(tried))
-    left = [(at, one) for at, one in enumerate(found.remedies) if one.knob not in tried.decided]
+    left = [item for item in enumerate(found.remedies) if item[1].knob not in tried.decided]
     path = "remedies"
     if found.after is not None and found.after.waterfall is not None and found.waterfall:
         blocks += _kept(found)
@@ -138,7 +130,7 @@ def remedies_section(found: Diagnosis) -> list[doc.Section]:
     if left:
         blocks += [doc.BLANK, doc.Heading("Remaining remedies", doc.PAGE)]
         blocks += _proposed(left, path, found.off)
-    heading = doc.Part("Tried remedies", where=doc.PAGE)
+    heading = doc.on_page("Tried remedies")
     return [doc.Section("remedies", "Remedies", blocks, heading)]
 
 
@@ -148,7 +140,7 @@ def _proposed(
     """Return remedies with their predicted gains, and errors of earlier predictions."""
     if not remedies:
         return []
-    errors = prediction_errors([one for _, one in remedies], off)
+    errors = prediction_errors([remedy for _, remedy in remedies], off)
     return [proposed_table(remedies, path), *(doc.Line(line, doc.MUTED) for line in errors)]
 
 
@@ -157,17 +149,17 @@ def _kept(found: Any) -> Iterable[doc.Block]:
     before, after, gain = found.waterfall, found.after.waterfall, found.tried.confirmed
     rates = (before.measured.mean, after.measured.mean)
     ratio, unit = rates[1] / rates[0], rate_unit(found.report)
-    said, faster = (
+    sentence, faster = (
         f"From {amount(rates[0])} to {amount(rates[1])} {unit}: {ratio:.3g} times.",
         ratio > 1,
     )
     speedup = (amount(ratio), "after.waterfall.measured.mean/waterfall.measured.mean")
     if gain is not None:
-        said, faster = describe_confirmed(gain), gain.low > 0
+        sentence, faster = describe_confirmed(gain), gain.low > 0
         speedup = (amount(found.tried.faster), "faster")
     ideal = "after.waterfall.measured.mean/after.waterfall.ideal.mean"
     yield from (doc.BLANK, doc.Heading("With the kept remedies", doc.PAGE))
-    yield doc.Line(said, doc.BETTER if faster else doc.STRONG)
+    yield doc.Line(sentence, doc.BETTER if faster else doc.STRONG)
     yield doc.Facts(
         [
             doc.Fact(f"before, {unit}", amount(rates[0]), "waterfall.measured.mean"),
@@ -182,8 +174,7 @@ def _kept(found: Any) -> Iterable[doc.Block]:
         cells = [percent(share.mean) if share else "" for share in shares]
         rows.append(doc.Row([f"  {INDICATORS[name].title}", *cells]))
     rows.append(doc.Row(["  of the ideal", percent(before.reached), percent(after.reached)]))
-    columns = [doc.Column("of a step's time", right=False), *map(doc.Column, ("before", "after"))]
-    yield doc.Table(columns, rows, doc.TERMINAL)
+    yield doc.Table(doc.columns("of a step's time", "before", "after"), rows, doc.TERMINAL)
     yield waterfall_chart("after", after, unit)
     yield doc.BLANK
     if not found.after.causes:
@@ -191,17 +182,14 @@ def _kept(found: Any) -> Iterable[doc.Block]:
     yield from cause_blocks(found.after, "after.")
 
 
-def remedies_as_json(found: Any) -> dict[str, Any]:
+def remedies_as_json(found: Diagnosis) -> dict[str, Any]:
     """Return the remedies as JSON, in the format of docs/reference/formats/json.md."""
+    tried = found.tried
     return {
-        "remedies": [asdict(one) for one in found.remedies],
-        "predictions_off": {source: asdict(one) for source, one in found.off.items()},
-        "tried": [asdict(one) | {"off": one.off} for one in found.tried.trials]
-        if found.tried
-        else None,
-        "kept": found.tried.kept if found.tried else None,
-        "faster": found.tried.faster if found.tried else None,
-        "confirmed": asdict(found.tried.confirmed)
-        if found.tried and found.tried.confirmed
-        else None,
+        "remedies": [asdict(remedy) for remedy in found.remedies],
+        "predictions_off": {source: asdict(error) for source, error in found.off.items()},
+        "tried": tried and [asdict(trial) | {"off": trial.off} for trial in tried.trials],
+        "kept": tried and tried.kept,
+        "faster": tried and tried.faster,
+        "confirmed": asdict(tried.confirmed) if tried and tried.confirmed else None,
     }

@@ -53,8 +53,8 @@ def lead(found: Diagnosis) -> str:
     least = f"{100 * MIN_SHARE:.0f} %"
     if found.usual:
         first = found.usual[0]
-        said = f"The largest usual cost, {percent(first.share)} of a step's time: {first.sentence}"
-        return f"{reached} No other cause takes {least} of a step's time. {said}."
+        usual = f"The largest usual cost, {percent(first.share)} of a step's time: {first.sentence}"
+        return f"{reached} No other cause takes {least} of a step's time. {usual}."
     return f"{reached} No cause takes {least} of a step's time."
 
 
@@ -97,17 +97,13 @@ def _table(w: Waterfall, unit: str, wide: int) -> doc.Table:
         )
         is_sure = bar.loss.low > 0 or bar.loss.high < 0
         name = [
-            doc.Part(
-                f"- {INDICATORS[bar.id].title}", "" if is_sure else doc.MUTED, where=doc.TERMINAL
-            ),
-            *(
-                doc.Part("\N{MINUS SIGN} ", where=doc.PAGE),
-                *doc.only(doc.PAGE, [indicator_name(bar.id)]),
-            ),
+            doc.in_terminal(f"- {INDICATORS[bar.id].title}", "" if is_sure else doc.MUTED),
+            doc.on_page("\N{MINUS SIGN} "),
+            *doc.only(doc.PAGE, [indicator_name(bar.id)]),
         ]
         shares = [
             [
-                doc.Part(percent(bar.share.mean), where=doc.TERMINAL),
+                doc.in_terminal(percent(bar.share.mean)),
                 *doc.only(doc.PAGE, share_around(bar.share, f"{at}.share")),
             ],
             share_around(bar.of_step, f"{at}.of_step"),
@@ -159,17 +155,17 @@ def waterfall_data(w: Waterfall, unit: str) -> dict[str, Any]:
     bars = [_bar("ideal", w.ideal, 0.0, 1.0, unit) | {"colours": "soft"}]
     level = w.ideal.mean
     for bar in w.bars:
-        one = _bar(
+        drawn = _bar(
             INDICATORS[bar.id].title, bar.loss, level, bar.share.mean, unit, bar.of_step.mean
         )
-        one |= {"colours": _COLOURS.get(bar.id, "other"), "lengths": -bar.loss.mean}
-        bars.append(one | {"sure": not bar.loss.low <= 0 <= bar.loss.high})
+        drawn |= {"colours": _COLOURS.get(bar.id, "other"), "lengths": -bar.loss.mean}
+        bars.append(drawn | {"sure": not bar.loss.low <= 0 <= bar.loss.high})
         level -= bar.loss.mean
     bars.append(_bar("measured", w.measured, 0.0, w.reached, unit))
-    highest = max(one["bases"] + max(one["lengths"], 0) for one in bars)
-    intervals = [one["bases"] + one["lengths"] + one["errors"] for one in bars]
+    highest = max(drawn["bases"] + max(drawn["lengths"], 0) for drawn in bars)
+    intervals = [drawn["bases"] + drawn["lengths"] + drawn["errors"] for drawn in bars]
     top = 1.02 * min(max(highest, *intervals), _MAX_INTERVAL_LENGTH * highest)
-    return {"unit": unit, "top": top} | {key: [one[key] for one in bars] for key in bars[0]}
+    return {"unit": unit, "top": top} | {key: [drawn[key] for drawn in bars] for key in bars[0]}
 
 
 def _bar(

@@ -22,9 +22,9 @@ from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES, Window
 from ...cost.roofline import Roof, RooflinePoint, ridge
 from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
+from ..figure_names import STATE_NAMES
 from ..run_document import run_document
-from ..sentences import cause
-from ..state_names import STATE_NAMES
+from ..sentences import LATE_BECAUSE, cause
 
 COLUMNS = 400  # of a map: steps, or parts of one step
 ROWS = 1024  # of a map: ranks
@@ -34,17 +34,6 @@ MAX_BARS = 4000  # of the picture of a schedule
 LATE = 15  # ranks whose lateness has a bar of its own
 FULL = 250  # stands for a share of 1
 
-LONGER = {  # what a late rank did longer, as the tooltip of its bar
-    "useful": "it computed longer",
-    "input": "it waited longer for its batch",
-    "checkpoint": "it saved a checkpoint",
-    "validation": "it evaluated the model",
-    "starved": "it waited for a core",
-    "other": "it did other work of the script",
-    "bubble": "it waited for another stage of its pipeline",
-    "wait": "it waited for another rank",
-    "transfer": "its previous collective took longer",
-}
 Floats = npt.NDArray[np.float64]
 
 
@@ -79,7 +68,7 @@ def single(examined: RunAnalysis) -> str:
 def series(examined: RunAnalysis) -> dict[str, Any]:
     """Return all data that charts.js draws."""
     report, m = examined.report, examined.measured
-    found: dict[str, Any] = {"longer": LONGER}
+    found: dict[str, Any] = {"longer": {s: f"it {LATE_BECAUSE[s]}" for s in STATES}}
     if report.roofline is not None:
         found["roofline"] = roofline_chart(report.roofline.roofs, report.roofline.points)
     if report.states:
@@ -88,8 +77,8 @@ def series(examined: RunAnalysis) -> dict[str, Any]:
     if report.step_times is not None:
         found["medianStep"] = report.step_times.median_s
         found["outliers"] = [
-            {"step": one.step, "seconds": one.seconds, "text": cause(one, report)}
-            for one in report.step_times.outliers
+            {"step": outlier.step, "seconds": outlier.seconds, "text": cause(outlier, report)}
+            for outlier in report.step_times.outliers
         ]
     if m is None:
         return found
@@ -219,11 +208,7 @@ def moments(m: MeasuredWindow, steps: Steps, examined: RunAnalysis) -> list[dict
     assert found is not None
     rows = Blocks.of(len(m.records), ROWS)
     result = []
-    for kind, step in (
-        ("typical", found.typical),
-        ("best", found.best),
-        ("worst", found.worst),
-    ):
+    for kind, step in (("typical", found.typical), ("best", found.best), ("worst", found.worst)):
         start, end = steps.span(step)
         edges = np.linspace(start, end, COLUMNS + 1).astype(np.int64)
         spans = np.stack([np.diff(line.cumulative_by_state(edges), axis=0) for line in m.timelines])

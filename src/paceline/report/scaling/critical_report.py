@@ -1,6 +1,5 @@
 """The critical batch: sentences and tables for terminal and page, its chart, and JSON."""
 
-import json
 import math
 from dataclasses import asdict
 from typing import Any
@@ -19,8 +18,8 @@ from ...security.text import printable
 from .. import document as doc
 from ..numbers import amount, counted, finite
 from ..sentences import noise_scale_text
+from ..verdict import capitalized
 
-FORMAT, VERSION = "paceline-critical-batch-result", 1
 POINTS = 64  # of a line; each is the mean of an equal part of the samples
 
 
@@ -33,10 +32,10 @@ def critical_document(stored: StoredCritical, found: CriticalBatch) -> doc.Docum
         f"{counted(request.ranks, 'rank')}, {where}, {counted(point.window, 'sample')} a run; mean "
         "loss of the last quarter"
     )
-    headings = ("batch", "times", "learning rate", "runs", "loss", "over the base's (95 %)")
+    headings = ("batch", "times", "learning rate", "runs", "loss", "over the base's (95 %)", "")
     table = doc.Table(
-        [*map(doc.Column, headings), doc.Column("", right=False)],
-        [doc.Row(_cells(one, request.tolerance)) for one in found.results],
+        doc.columns(*headings, left=0),
+        [doc.Row(_cells(result, request.tolerance)) for result in found.results],
     )
     summary = [doc.Line(lead, doc.LEAD), *map(doc.Line, others)]
     summary += [doc.Line(printable(note), doc.DOUBT) for note in stored.notes]
@@ -58,17 +57,17 @@ def critical_document(stored: StoredCritical, found: CriticalBatch) -> doc.Docum
     )
 
 
-def _cells(one: MultipleResult, tolerance: float) -> list[str | doc.Part]:
-    parts = f" in {one.parts} parts" if one.parts > 1 else ""
-    verdict = printable(verdict_text(one, tolerance))
+def _cells(result: MultipleResult, tolerance: float) -> list[str | doc.Part]:
+    parts = f" in {result.parts} parts" if result.parts > 1 else ""
+    verdict = printable(verdict_text(result, tolerance))
     style = {"as good": doc.BETTER, "worse": doc.WORSE}.get(verdict, "")
     return [
-        f"{amount(one.batch)}{parts}",
-        str(one.multiple),
-        f"x {one.rate_factor:.3g}",
-        str(one.runs),
-        "-" if one.loss is None else f"{one.loss:.4g}",
-        difference_text(one),
+        f"{amount(result.batch)}{parts}",
+        str(result.multiple),
+        f"x {result.rate_factor:.3g}",
+        str(result.runs),
+        "-" if result.loss is None else f"{result.loss:.4g}",
+        difference_text(result),
         doc.Part(verdict, style),
     ]
 
@@ -76,8 +75,8 @@ def _cells(one: MultipleResult, tolerance: float) -> list[str | doc.Part]:
 def critical_charts(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any]:
     """Return the data of the page's chart: a line for each batch."""
     lines = [
-        _line(stored.of(one.multiple), number, f"{one.batch:,} samples")
-        for number, one in enumerate(found.results)
+        _line(stored.of(result.multiple), number, f"{result.batch:,} samples")
+        for number, result in enumerate(found.results)
     ]
     return {"states": [], "branches": [line for line in lines if line is not None]}
 
@@ -118,13 +117,14 @@ def critical_sentences(stored: StoredCritical, found: CriticalBatch) -> list[str
     rule = "linearly with the batch" if point.rule == LINEAR else "with the root of the batch"
     asked = "as asked" if stored.request.rule else f"the rule for {', '.join(point.optimizers)}"
     lines.append(f"The learning rate grew {rule} ({asked}).")
-    missing = stored.request.seeds * len(found.results) - sum(one.runs for one in found.results)
-    if any(one.runs == 1 for one in found.results[1:]):
+    wanted = stored.request.seeds * len(found.results)
+    missing = wanted - sum(result.runs for result in found.results)
+    if any(result.runs == 1 for result in found.results[1:]):
         lines.append("With one seed the difference between seeds is not known. HINT: --seeds 3")
-    elif missing and not any(one.failure for one in found.results):
+    elif missing and not any(result.failure for result in found.results):
         lines.append(
-            f"{counted(missing, 'run')} of {stored.request.seeds * len(found.results)} are missing"
-            ". HINT: paceline scale --continue DIR"
+            f"{counted(missing, 'run')} of {wanted} are missing. HINT: paceline scale --continue "
+            "DIR"
         )
     return lines
 
@@ -143,9 +143,10 @@ def _result(found: CriticalBatch, tolerance: str) -> str:
         )
     elif found.batch == found.point.batch:
         text = (
-            f"Critical batch: at most {amount(found.batch)} samples, the base. Twice the batch has "
-            f"a loss more than {tolerance} above the base's after the same samples"
-        ).replace("Twice", f"{found.results[1].multiple} times")
+            f"Critical batch: at most {amount(found.batch)} samples, the base. "
+            f"{found.results[1].multiple} times the batch has a loss more than {tolerance} above "
+            "the base's after the same samples"
+        )
     else:
         text = (
             f"Critical batch: {amount(found.batch)} samples, {found.batch // found.point.batch} "
@@ -165,24 +166,24 @@ def _noise(stored: StoredCritical, found: CriticalBatch) -> str:
             else "too few steps of the base were sampled. HINT: --steps N with a larger N"
         )
         return f"Gradient noise scale: not measured, because {why}"
-    text = noise_scale_text(noise)
+    text = capitalized(noise_scale_text(noise))
     if found.against_noise is None:
-        return f"{text[0].upper()}{text[1:]}. The measured critical batch stands alone."
+        return f"{text}. The measured critical batch stands alone."
     if found.against_noise == AGREES:
-        return f"{text[0].upper()}{text[1:]}. It agrees with the measured critical batch."
+        return f"{text}. It agrees with the measured critical batch."
     side = "below" if found.against_noise == SMALLER else "above"
     return (
-        f"{text[0].upper()}{text[1:]}. It lies {side} the measured critical batch: the measured "
+        f"{text}. It lies {side} the measured critical batch: the measured "
         "one is right for this optimizer and learning rate"
         ". The noise scale assumes plain SGD with its best rate."
     )
 
 
-def critical_tree(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any]:
+def critical_json(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any]:
     """Return the result as a tree of JSON; numbers that are infinite or unknown are None."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": "paceline-critical-batch-result",
+        "version": 1,
         "command": [stored.request.script, *stored.request.args],
         "ranks": stored.request.ranks,
         "tolerance": stored.request.tolerance,
@@ -191,7 +192,7 @@ def critical_tree(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any
         "low": found.low,
         "high": found.high,
         "is_largest_measured": found.is_largest,
-        "multiples": [_row(one, stored.request.tolerance) for one in found.results],
+        "multiples": [_row(result, stored.request.tolerance) for result in found.results],
         "noise_scale": asdict(found.noise) if found.noise is not None else None,
         "against_noise_scale": found.against_noise,
         "runs": [
@@ -208,36 +209,31 @@ def critical_tree(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any
     }
 
 
-def critical_json(stored: StoredCritical, found: CriticalBatch) -> str:
-    """Return the text of ``critical_tree``."""
-    return json.dumps(critical_tree(stored, found), indent=1, allow_nan=False) + "\n"
+def _row(result: MultipleResult, tolerance: float) -> dict[str, Any]:
+    row = {name: finite(value) for name, value in asdict(result).items()}
+    return row | {"within": result.is_within(tolerance)}
 
 
-def _row(one: MultipleResult, tolerance: float) -> dict[str, Any]:
-    row = {name: finite(value) for name, value in asdict(one).items()}
-    return row | {"within": one.is_within(tolerance)}
-
-
-def difference_text(one: MultipleResult) -> str:
+def difference_text(result: MultipleResult) -> str:
     """Return the difference of the loss with its interval."""
-    if one.difference is None:
+    if result.difference is None:
         return "-"
-    if math.isinf(one.difference):
+    if math.isinf(result.difference):
         return "not finite"
-    text = f"{100 * one.difference:+.2f} %"
-    if one.multiple == 1 or math.isinf(one.high):
+    text = f"{100 * result.difference:+.2f} %"
+    if result.multiple == 1 or math.isinf(result.high):
         return text
-    return f"{text} ({100 * one.low:+.2f} to {100 * one.high:+.2f})"
+    return f"{text} ({100 * result.low:+.2f} to {100 * result.high:+.2f})"
 
 
-def verdict_text(one: MultipleResult, tolerance: float) -> str:
+def verdict_text(result: MultipleResult, tolerance: float) -> str:
     """Return whether a batch is as good as the base, in words."""
-    if one.multiple == 1:
+    if result.multiple == 1:
         return "the base"
-    if one.difference is None:
-        return f"failed: {one.failure}" if one.failure else "not measured"
-    if one.high <= tolerance:
+    if result.difference is None:
+        return f"failed: {result.failure}" if result.failure else "not measured"
+    if result.high <= tolerance:
         return "as good"
-    if one.low > tolerance:
+    if result.low > tolerance:
         return "worse"
-    return "as good, not certain" if one.difference <= tolerance else "worse, not certain"
+    return "as good, not certain" if result.difference <= tolerance else "worse, not certain"

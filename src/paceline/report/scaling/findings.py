@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 
 from ...analyze.scaling.bends import MIN_SHOWN, Bend, GrownLoss, Proposal
 from ...analyze.scaling.derived import Estimate, scaling, throughput
-from ...analyze.scaling.forecast import (
-    COST_MODEL,
-    KindAnalysis,
-    LeftOut,
-    analyse_kind,
-    next_sizes,
-    place_at,
-)
+from ...analyze.scaling.forecast import COST_MODEL, KindAnalysis, analyse_kind, next_sizes, place_at
 from ...analyze.scaling.forecast import Knee as FoundKnee
 from ...analyze.scaling.laws import AMDAHL, UNIVERSAL, Band, LawFit, Parameter
 from ...analyze.scaling.study_model import Prediction, ScalingStudy
@@ -27,18 +20,6 @@ MAX_KNOWN = 100.0  # of an interval's upper end to its value: beyond, there is n
 Proposals = Mapping[str, Mapping[int, Sequence[Proposal]]]
 MAX_TOLD = 3  # losses of a step from size to size
 POINTS_PER_DOUBLING = 4  # of a curve
-
-
-@dataclass(frozen=True)
-class FittedParameter:
-    """A parameter of a model and its interval; infinite ends are not known."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    unit: str = ""
-    meaning: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,7 @@ class Fit:
 
     kind: str
     model: str
-    parameters: list[FittedParameter] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
     error: float | None = None
     worst: float | None = None
     note: str = ""
@@ -124,8 +105,8 @@ class CheckedPrediction:
     @property
     def high(self) -> float | None:
         """Upper end of the prediction's interval; None if the fit gives none."""
-        one = self.prediction
-        return one.high if one.high <= MAX_KNOWN * one.throughput else None
+        predicted = self.prediction
+        return predicted.high if predicted.high <= MAX_KNOWN * predicted.throughput else None
 
     @property
     def error(self) -> float | None:
@@ -155,11 +136,11 @@ class Findings:
     def of_kind(self, kind: str) -> "Findings":
         """Return the findings of one kind of scaling."""
         return Findings(
-            [one for one in self.fits if one.kind == kind],
-            [one for one in self.curves if one.kind == kind],
-            [one for one in self.knees if one.kind == kind],
-            [one for one in self.reasons if one.kind == kind],
-            [one for one in self.predictions if one.prediction.kind == kind],
+            [fit for fit in self.fits if fit.kind == kind],
+            [curve for curve in self.curves if curve.kind == kind],
+            [knee for knee in self.knees if knee.kind == kind],
+            [reason for reason in self.reasons if reason.kind == kind],
+            [checked for checked in self.predictions if checked.prediction.kind == kind],
         )
 
 
@@ -180,35 +161,31 @@ def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Find
         if analysis.knee is not None:
             found.knees.append(_knee(kind, analysis.knee))
         remedies = (proposals or {}).get(kind, {})
-        shown = {one.point.ranks: one.efficiency.value for one in scaling(study, kind)}
+        shown = {scaled.point.ranks: scaled.efficiency.value for scaled in scaling(study, kind)}
         found.reasons.extend(
-            _reason(one, shown, remedies.get(one.larger, ())) for one in analysis.bends
+            _reason(bend, shown, remedies.get(bend.larger, ())) for bend in analysis.bends
         )
         has_cost_model = True
-    found.predictions.extend(_checked(study, one) for one in study.predictions)
+    found.predictions.extend(_checked(study, prediction) for prediction in study.predictions)
     return found
 
 
 def _fits(analysis: KindAnalysis, has_cost_model: bool) -> list[Fit]:
     """Return the fits of one kind; the cost model's parameters are those of all kinds together."""
-    found = [
-        _fit(analysis, law.law, [_parameter(one) for one in law.parameters], _limit(law))
-        for law in analysis.laws
-    ]
-    parameters = [] if has_cost_model else [_parameter(one) for one in analysis.model.parameters()]
+    found = [_fit(analysis, law.law, list(law.parameters), _limit(law)) for law in analysis.laws]
+    parameters = [] if has_cost_model else list(analysis.model.parameters())
     return [*found, _fit(analysis, COST_MODEL, parameters)]
 
 
 def _limit(law: LawFit) -> str:
     """Return why a law does not describe the sizes, or ""."""
-    beyond = law.law == AMDAHL and any(one.name == "s" and one.value > 1 for one in law.parameters)
+    serial = {parameter.value for parameter in law.parameters if parameter.name == "s"}
+    beyond = law.law == AMDAHL and max(serial, default=0.0) > 1
     return "s above 1: more ranks are slower, which this law does not describe" if beyond else ""
 
 
-def _fit(
-    analysis: KindAnalysis, model: str, parameters: list[FittedParameter], note: str = ""
-) -> Fit:
-    errors = [abs(one.error) for one in _of_model(analysis.left_out, model)]
+def _fit(analysis: KindAnalysis, model: str, parameters: list[Parameter], note: str = "") -> Fit:
+    errors = [abs(size.error) for size in analysis.left_out if size.model == model]
     return Fit(
         analysis.kind,
         model,
@@ -219,17 +196,9 @@ def _fit(
     )
 
 
-def _of_model(left_out: Sequence[LeftOut], model: str) -> list[LeftOut]:
-    return [one for one in left_out if one.model == model]
-
-
-def _parameter(one: Parameter) -> FittedParameter:
-    return FittedParameter(one.name, one.value, one.low, one.high, one.unit, one.meaning)
-
-
 def _curves(analysis: KindAnalysis) -> list[Curve]:
     """Return the throughput by the cost model, and by the universal law, up to the next size."""
-    sizes = [one.ranks for one in analysis.costs]
+    sizes = [costs.ranks for costs in analysis.costs]
     ranks = _grid(sizes[0], next_sizes(sizes, 1)[0], sizes)
     bands = {COST_MODEL: [_modelled(analysis, n) for n in ranks]}
     for law in analysis.laws:
@@ -240,12 +209,12 @@ def _curves(analysis: KindAnalysis) -> list[Curve]:
             analysis.kind,
             model,
             ranks,
-            [one.value for one in found],
-            [one.low for one in found],
-            [one.high for one in found],
+            [band.value for band in found],
+            [band.low for band in found],
+            [band.high for band in found],
         )
         for model, found in bands.items()
-        if all(math.isfinite(x) and x > 0 for one in found for x in (one.value, one.low, one.high))
+        if all(0 < x < math.inf for band in found for x in (band.value, band.low, band.high))
     ]
 
 
@@ -277,9 +246,9 @@ def _reason(bend: Bend, shown: Mapping[int, float], proposals: Sequence[Proposal
     if bend.main is None:
         text = f"{sizes}: {before:.2f} to {after:.2f}, no loss larger than the noise."
         return Reason(bend.kind, bend.smaller, bend.larger, text)
-    largest = [one for one in bend.losses if one.share >= MIN_SHOWN][:MAX_TOLD]
-    causes = "; ".join(f"{one.sentence} ({percent(one.share)} of the loss)" for one in largest)
-    shorter = -sum(one.share for one in bend.losses if one.share < 0)
+    largest = [loss for loss in bend.losses if loss.share >= MIN_SHOWN][:MAX_TOLD]
+    causes = "; ".join(f"{loss.sentence} ({percent(loss.share)} of the loss)" for loss in largest)
+    shorter = -sum(loss.share for loss in bend.losses if loss.share < 0)
     if shorter >= MIN_SHOWN:  # else shares above 100 % are not explained
         causes += f"; other parts of a step are shorter (-{percent(shorter)})"
     text = f"{sizes} {change}: {causes}."
@@ -295,12 +264,14 @@ def _gain(loss: GrownLoss) -> str:
 
 def _remedies(proposals: Sequence[Proposal]) -> str:
     """Return what ``paceline diagnose`` would propose, with the predicted gain at that size."""
-    told = []
-    for one in proposals[:MAX_TOLD]:
-        what = one.edit or one.knob
-        gain = f"predicted: +{percent(one.gain)}" if one.gain is not None else "gain not known"
-        told.append(f"{what} ({gain}, at most +{percent(one.at_most)})")
-    return f"Remedies: {'; '.join(told)}." if told else ""
+    remedies = []
+    for proposal in proposals[:MAX_TOLD]:
+        what = proposal.edit or proposal.knob
+        gain = "gain not known"
+        if proposal.gain is not None:
+            gain = f"predicted: +{percent(proposal.gain)}"
+        remedies.append(f"{what} ({gain}, at most +{percent(proposal.at_most)})")
+    return f"Remedies: {'; '.join(remedies)}." if remedies else ""
 
 
 def _checked(study: ScalingStudy, prediction: Prediction) -> CheckedPrediction:

@@ -14,11 +14,8 @@ from ...analyze.scaling.derived import (
     throughput,
 )
 from ...analyze.scaling.study_model import RunFigures, ScalingStudy, SizePoint
+from ..figure_names import EFFICIENCIES
 
-FACTORS = (
-    *("parallel", "load_balance", "communication", "serialisation", "transfer", "checkpoint"),
-    *("validation", "input", "starved", "other", "bubble", "useful"),
-)
 MILLION = 1e6
 
 
@@ -42,7 +39,7 @@ class SizeRow:
     """One size of one kind of scaling; figures are None if it has no run.
 
     Attributes:
-        pop: POP factors by name (``FACTORS``), median of the runs.
+        pop: POP factors by name (``EFFICIENCIES``), median of the runs.
         states: Seconds per step and rank by state; they add up to ``step`` except for medians.
         memory_bytes: Largest resident memory of a rank in any run.
         device_bytes: Largest memory of a device.
@@ -66,8 +63,15 @@ class SizeRow:
 
 def size_rows(study: ScalingStudy, kind: str) -> list[SizeRow]:
     """Return a row for every size of a kind, by ascending ranks, also for those without figures."""
-    measured = {one.point.setup: one for one in scaling(study, kind)}
+    measured = {scaled.point.setup: scaled for scaled in scaling(study, kind)}
     return [_row(point, measured.get(point.setup)) for point in study.of_kind(kind)]
+
+
+def unmeasured(study: ScalingStudy) -> ValueError:
+    """Return the error for an output that needs a measured size."""
+    return ValueError(
+        f"{study.folder} has no measured size. HINT: paceline scale --continue {study.folder}"
+    )
 
 
 def _row(point: SizePoint, scaled: Scaling | None) -> SizeRow:
@@ -82,10 +86,10 @@ def _row(point: SizePoint, scaled: Scaling | None) -> SizeRow:
         scaled.efficiency if scaled is not None else None,
         scaled.computation if scaled is not None else None,
         scaled.global_efficiency if scaled is not None else None,
-        {name: median_factor(point, name) for name in FACTORS},
+        {name: median_factor(point, name) for name in EFFICIENCIES},
         {state: value for state, value in seconds.items() if value is not None},
-        _largest([n for run in point.figures for n in run.memory_bytes]),
-        _largest([n for run in point.figures for n in run.device_bytes]),
+        max((n for run in point.figures for n in run.memory_bytes), default=None),
+        max((n for run in point.figures for n in run.device_bytes), default=None),
         energy_of(point),
         hours,
     )
@@ -96,24 +100,20 @@ def energy_of(point: SizePoint) -> Energy | None:
 
     A counter of the whole node contains those of its parts, so it is used alone.
     """
-    found = [one for figures in point.figures if (one := _energy_of_run(figures)) is not None]
+    found = [energy for figures in point.figures if (energy := _energy_of_run(figures)) is not None]
     if not found:
         return None
-    joules = statistics.median(one.joules for one in found)
-    return Energy(joules, any(one.is_estimate for one in found), found[0].sources)
+    joules = statistics.median(energy.joules for energy in found)
+    return Energy(joules, any(energy.is_estimate for energy in found), found[0].sources)
 
 
 def _energy_of_run(figures: RunFigures) -> Energy | None:
     samples = figures.samples_per_step * len(figures.step_s)
-    readings = [one for one in figures.energy if one.source == "node"] or figures.energy
+    readings = [reading for reading in figures.energy if reading.source == "node"] or figures.energy
     if not readings or not samples:
         return None
     return Energy(
-        sum(one.joules for one in readings) / samples,
-        any(one.is_estimate for one in readings),
-        tuple(sorted({one.source for one in readings})),
+        sum(reading.joules for reading in readings) / samples,
+        any(reading.is_estimate for reading in readings),
+        tuple(sorted({reading.source for reading in readings})),
     )
-
-
-def _largest(values: list[int]) -> int | None:
-    return max(values, default=None)

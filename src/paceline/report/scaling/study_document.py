@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...analyze.reference.goal import Goal
 from ...analyze.scaling.derived import Estimate
+from ...analyze.scaling.laws import Parameter
 from ...analyze.scaling.outcomes.batch_advice import Band, BatchAdvice, batch_advice
 from ...analyze.scaling.outcomes.targets import (
     NO_RULE,
@@ -18,11 +19,11 @@ from ...analyze.scaling.outcomes.targets import (
 )
 from ...analyze.scaling.study_model import STRONG, ScalingStudy, Setup
 from .. import document as doc
-from ..figure_names import named_figure, state_legend
+from ..figure_names import EFFICIENCIES, STATE_NAMES, named_figure, state_legend
 from ..numbers import amount, counted, duration, figure, percent, size
-from ..state_names import STATE_NAMES
-from .findings import CheckedPrediction, Findings, Fit, FittedParameter
-from .size_rows import FACTORS, SizeRow, size_rows
+from ..verdict import capitalized
+from .findings import CheckedPrediction, Findings, Fit
+from .size_rows import SizeRow, size_rows
 from .study_charts import measured_rows
 
 WIDE = 118  # columns of a terminal from which on all POP factors are shown
@@ -32,18 +33,14 @@ SAME = {
     STRONG: "strong scaling: the same global batch",
     "weak": "weak scaling: the same batch per rank",
 }
+# Heading, factor, key of its definition, and words of the legend
 _ALL_FACTORS = (
-    *(("parallel", "PE"), ("load_balance", "LB"), ("communication", "Comm"), ("input", "input")),
+    ("PE", "parallel", "parallel", "parallel efficiency"),
+    ("LB", "load_balance", "load_balance", "load balance"),
+    ("Comm", "communication", "communication", "communication efficiency"),
+    ("input", "input", "no input", "no wait for input"),
 )
-_FEW_FACTORS = (("parallel", "PE"),)
-_LEGEND = {
-    "PE": "parallel efficiency",
-    "LB": "load balance",
-    "Comm": "communication efficiency",
-    "input": "no wait for input",
-    "CS": "computation scalability",
-}
-_TERMS = {"PE": "parallel", "LB": "load_balance", "Comm": "communication", "input": "no input"}
+_Factors = Sequence[tuple[str, str, str, str]]
 
 
 def study_document(
@@ -55,7 +52,7 @@ def study_document(
         width: Columns of the terminal.
         running: The setups that run now, which are marked.
     """
-    factors = _ALL_FACTORS if width >= WIDE else _FEW_FACTORS
+    factors = _ALL_FACTORS if width >= WIDE else _ALL_FACTORS[:1]
     kinds: list[doc.Section] = []
     leads = []
     before = 0  # sizes of kinds before, in the JSON
@@ -64,8 +61,8 @@ def study_document(
         if rows:
             found = findings.of_kind(kind)
             blocks = [*_sizes(rows, factors, before, running), *_sentences(study, kind, found)]
-            heading = f"{SAME[kind][0].upper()}{SAME[kind][1:]}"
-            kinds.append(doc.Section(kind, f"{kind.capitalize()} scaling", blocks, heading))
+            name = f"{kind.capitalize()} scaling"
+            kinds.append(doc.Section(kind, name, blocks, capitalized(SAME[kind])))
         if measured := measured_rows(study, kind):
             leads.append(_lead(kind, measured))
         before += len(rows)
@@ -112,35 +109,28 @@ def _lead(kind: str, rows: Sequence[SizeRow]) -> str:
     )
 
 
-def _legend(factors: Sequence[tuple[str, str]]) -> str:
-    names = [name for _, name in factors] + ["CS"]
-    parts = ", ".join(f"{name}: {_LEGEND[name]}" for name in names)
-    return f"±: half of the 90 % interval. {parts}"
+def _legend(factors: _Factors) -> str:
+    parts = "".join(f"{heading}: {words}, " for heading, _, _, words in factors)
+    return f"±: half of the 90 % interval. {parts}CS: computation scalability"
 
 
 def _sizes(
     rows: Sequence[SizeRow],
-    factors: Sequence[tuple[str, str]],
+    factors: _Factors,
     before: int,
     running: Collection[Setup],
 ) -> Iterator[doc.Block]:
     """Yield the table of a kind, and why sizes have no figures."""
     has_energy = any(row.energy for row in rows)
     has_device = any(row.device_bytes for row in rows)
-    columns = [
-        doc.Column("ranks", term="rank"),
-        doc.Column("nodes", term="node"),
-        doc.Column("batch"),
-        doc.Column("step", term="step time"),
-        doc.Column("samples/s", term="samples/s"),
-        doc.Column("speed-up", term="speed-up"),
-        doc.Column("eff.", term="scaling efficiency"),
-        *(doc.Column(name, term=_TERMS[name]) for _, name in factors),
-        doc.Column("CS", term="computation scalability"),
-        doc.Column("memory"),
-        *[doc.Column("device")] * has_device,
-        *[doc.Column("J/sample", term="energy")] * has_energy,
-    ]
+    columns = doc.columns(
+        *("ranks|rank", "nodes|node", "batch", "step|step time", "samples/s|samples/s"),
+        *("speed-up|speed-up", "eff.|scaling efficiency"),
+        *(f"{heading}|{term}" for heading, _, term, _ in factors),
+        *("CS|computation scalability", "memory", *["device"] * has_device),
+        *["J/sample|energy"] * has_energy,
+        left=0,
+    )
     cells = []
     for number, row in enumerate(rows, before):
         point, at = row.point, f"sizes.{number}"
@@ -159,7 +149,7 @@ def _sizes(
             _range(row.throughput, amount, f"{at}.samples_per_s"),
             _range(row.speedup, "{:.2f}".format, f"{at}.speedup"),
             _graded_range(row.efficiency, f"{at}.scaling_efficiency"),
-            *(doc.graded(row.pop.get(name), f"{at}.pop.{name}") for name, _ in factors),
+            *(doc.graded(row.pop.get(name), f"{at}.pop.{name}") for _, name, _, _ in factors),
             doc.graded(row.computation, f"{at}.computation_scalability"),
             size(row.memory_bytes) if row.memory_bytes else "-",
         ]
@@ -185,7 +175,7 @@ def _interval(found: Estimate | None, show: Callable[[float], str], path: str) -
         return "-"
     half = found.precision
     shown = f" ±{100 * half:.2g} %" if LEAST_SHOWN < half < math.inf else ""
-    return [*_range(found, show, path), doc.Part(shown, where=doc.TERMINAL)]
+    return [*_range(found, show, path), doc.in_terminal(shown)]
 
 
 def _range(found: Estimate | None, show: Callable[[float], str], path: str) -> list[doc.Part]:
@@ -196,7 +186,7 @@ def _range(found: Estimate | None, show: Callable[[float], str], path: str) -> l
     if not (found.low and math.isfinite(found.high) and found.precision > LEAST_SHOWN):
         return [value]
     ends = f" {show(found.low)} to {show(found.high)}"
-    return [value, doc.Part(ends, "range", where=doc.PAGE)]
+    return [value, doc.on_page(ends, "range")]
 
 
 def _graded_range(found: Estimate | None, path: str) -> doc.Text:
@@ -206,14 +196,14 @@ def _graded_range(found: Estimate | None, path: str) -> doc.Text:
 
 
 def _sentences(study: ScalingStudy, kind: str, findings: Findings) -> Iterator[doc.Block]:
-    lines = [one.text for one in findings.knees]
+    lines = [knee.text for knee in findings.knees]
     lines += [f"{reason.text} {reason.remedy}".strip() for reason in findings.reasons]
-    lines += [fit_sentence(one) for one in findings.fits]
-    lines += [prediction_sentence(one) for one in findings.predictions]
+    lines += [fit_sentence(fit) for fit in findings.fits]
+    lines += [prediction_sentence(checked) for checked in findings.predictions]
     yield doc.Bullets(lines)
     goal, found = goal_of(study), targets(study, kind)
     if goal is not None and found:
-        yield doc.Line("", where=doc.TERMINAL)
+        yield doc.BLANK
         yield doc.Heading(f"until {goal}")
         yield _targets(study, found)
         yield doc.Bullets(target_sentences(found, goal))
@@ -222,29 +212,22 @@ def _sentences(study: ScalingStudy, kind: str, findings: Findings) -> Iterator[d
 
 def _targets(study: ScalingStudy, found: Sequence[SizeTarget]) -> doc.Table:
     sizes = [row.point.setup for kind in study.request.kinds for row in size_rows(study, kind)]
-    columns = [
-        doc.Column("ranks", term="rank"),
-        doc.Column("reached"),
-        doc.Column("samples"),
-        doc.Column("statistical eff.", term="statistical efficiency"),
-        doc.Column("time"),
-        doc.Column("node-hours"),
-        doc.Column("best"),
-    ]
+    efficiency = "statistical eff.|statistical efficiency"
+    headings = ("ranks|rank", "reached", "samples", efficiency, "time", "node-hours", "best")
     rows = []
-    for one in found:
-        at = f"sizes.{sizes.index(one.point.setup)}.target"
+    for target in found:
+        at = f"sizes.{sizes.index(target.point.setup)}.target"
         cells: list[doc.Text] = [
-            str(one.point.ranks),
-            f"{one.reached} of {one.seeds}",
-            _interval(one.samples, amount, f"{at}.samples"),
-            _range(one.statistical_efficiency, "{:.2f}".format, f"{at}.statistical_efficiency"),
-            _interval(one.seconds, duration, f"{at}.seconds"),
-            _range(one.node_hours, figure, f"{at}.node_hours"),
-            f"{one.best:.4g}" if one.best is not None else "-",
+            str(target.point.ranks),
+            f"{target.reached} of {target.seeds}",
+            _interval(target.samples, amount, f"{at}.samples"),
+            _range(target.statistical_efficiency, "{:.2f}".format, f"{at}.statistical_efficiency"),
+            _interval(target.seconds, duration, f"{at}.seconds"),
+            _range(target.node_hours, figure, f"{at}.node_hours"),
+            f"{target.best:.4g}" if target.best is not None else "-",
         ]
         rows.append(doc.Row(cells))
-    return doc.Table(columns, rows)
+    return doc.Table(doc.columns(*headings, left=0), rows)
 
 
 def _charts(study: ScalingStudy, leads: Sequence[str]) -> list[doc.Section]:
@@ -258,10 +241,7 @@ def _charts(study: ScalingStudy, leads: Sequence[str]) -> list[doc.Section]:
         "Speed-up over the ratio of the numbers of ranks. An efficiency of 0.8 or above is good."
     )
     curves = doc.Charts(
-        [
-            doc.Chart("studySpeedup", speedup, lead),
-            doc.Chart("studyEfficiency", efficiency, lead),
-        ]
+        [doc.Chart("studySpeedup", speedup, lead), doc.Chart("studyEfficiency", efficiency, lead)]
     )
     losses = loss_charts(
         [kind for kind in study.request.kinds if measured_rows(study, kind)],
@@ -305,14 +285,14 @@ def _factor_table(study: ScalingStudy) -> doc.Table:
     values: dict[str, list[float | None]] = {
         "global_efficiency": [row.global_efficiency for row in rows],
         "computation_scalability": [row.computation for row in rows],
-        **{f"pop.{name}": [row.pop[name] for row in rows] for name in FACTORS},
+        **{f"pop.{name}": [row.pop[name] for row in rows] for name in EFFICIENCIES},
     }
     found = []
     for path, of_sizes in values.items():
-        cells = [doc.graded(one, f"sizes.{at}.{path}", 3) for at, one in enumerate(of_sizes)]
+        cells = [doc.graded(value, f"sizes.{at}.{path}", 3) for at, value in enumerate(of_sizes)]
         found.append(doc.Row([named_figure(path.removeprefix("pop.")), *cells]))
     headings = [f"{row.point.kind}, {counted(row.point.ranks, 'rank')}" for row in rows]
-    return doc.Table([doc.Column("figure", right=False), *map(doc.Column, headings)], found)
+    return doc.Table(doc.columns("figure", *headings), found)
 
 
 def _fits(findings: Findings) -> Iterator[doc.Block]:
@@ -325,15 +305,15 @@ def _fits(findings: Findings) -> Iterator[doc.Block]:
             [
                 fit.kind,
                 fit.model,
-                doc.Part(one.name, figure=f"fits.{at}.parameters.{number}.name"),
-                f"{one.value:.4g}",
-                f"{one.low:.3g} to {one.high:.3g}",
-                one.unit,
-                one.meaning,
+                doc.Part(parameter.name, figure=f"fits.{at}.parameters.{number}.name"),
+                f"{parameter.value:.4g}",
+                f"{parameter.low:.3g} to {parameter.high:.3g}",
+                parameter.unit,
+                parameter.meaning,
             ]
         )
         for at, fit in enumerate(findings.fits)
-        for number, one in enumerate(fit.parameters)
+        for number, parameter in enumerate(fit.parameters)
     ]
     names = ("scaling", "model", "parameter", "value", "95 % interval", "unit", "meaning")
     numbers = ("value", "95 % interval")
@@ -361,7 +341,7 @@ def _runs(study: ScalingStudy) -> doc.Table:
             named,
         ]
         rows.append(doc.Row(cells))
-    columns = [doc.Column("scaling", right=False), *map(doc.Column, ("ranks", "runs", "failed"))]
+    columns = doc.columns("scaling", "ranks", "runs", "failed")
     return doc.Table([*columns, doc.Column("node: ranks, cores", right=False)], rows)
 
 
@@ -404,19 +384,20 @@ def fit_sentence(fit: Fit) -> str:
     return f"{fit.model}: {parameters}{error}{f'; {fit.note}' if fit.note else ''}"
 
 
-def _parameter_words(one: FittedParameter) -> str:
-    show = amount if one.unit == "samples/s" else "{:.3g}".format
-    unit = f" {one.unit}" if one.unit else ""
-    return f"{one.name} = {show(one.value)}{unit} ({show(one.low)} to {show(one.high)})"
+def _parameter_words(parameter: Parameter) -> str:
+    show = amount if parameter.unit == "samples/s" else "{:.3g}".format
+    unit = f" {parameter.unit}" if parameter.unit else ""
+    value, low, high = map(show, (parameter.value, parameter.low, parameter.high))
+    return f"{parameter.name} = {value}{unit} ({low} to {high})"
 
 
 def prediction_sentence(checked: CheckedPrediction) -> str:
     """Return a prediction, and the measurement of its size if there is one."""
-    one = checked.prediction
+    prediction = checked.prediction
     high = "no upper limit" if checked.high is None else amount(checked.high)
     text = (
-        f"predicted for {counted(one.ranks, 'rank')}: {amount(one.throughput)} samples/s "
-        f"({amount(one.low)} to {high}), {one.model}"
+        f"predicted for {counted(prediction.ranks, 'rank')}: {amount(prediction.throughput)} "
+        f"samples/s ({amount(prediction.low)} to {high}), {prediction.model}"
     )
     if checked.measured is None or checked.error is None:
         return f"{text}; not measured yet"
@@ -443,10 +424,10 @@ def batch_sentences(found: BatchAdvice | None) -> list[str]:
         f"{amount(found.high)}; median of {runs}). Relative to a batch of {amount(found.base)}, "
         "to the same loss:",
         *(
-            f"  {counted(one.ranks, 'rank')}{'' if one.is_measured else ' (predicted)'}, batch "
-            f"{amount(one.batch)}: {_band(one.steps)} of the steps, {_band(one.samples)} times the "
-            "samples"
-            for one in found.larger
+            f"  {counted(larger.ranks, 'rank')}{'' if larger.is_measured else ' (predicted)'}, "
+            f"batch {amount(larger.batch)}: {_band(larger.steps)} of the steps, "
+            f"{_band(larger.samples)} times the samples"
+            for larger in found.larger
         ),
     ]
 

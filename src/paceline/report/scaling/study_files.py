@@ -5,21 +5,33 @@ import io
 import json
 import math
 import statistics
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ...analyze.records.state_timeline import STATES
 from ...analyze.scaling.derived import Estimate
+from ...analyze.scaling.outcomes.batch_advice import batch_advice
+from ...analyze.scaling.outcomes.targets import (
+    SizeTarget,
+    cheapest,
+    goal_of,
+    learning_rate_rule,
+    soonest,
+    targets,
+)
 from ...analyze.scaling.study_model import STRONG, RunFigures, ScalingStudy, StudyRun
 from ...plurals import counted
 from ...security.text import printable
 from ...version import __version__
-from .size_rows import FACTORS, SizeRow, size_rows
+from ..figure_names import EFFICIENCIES
+from ..numbers import finite
+from .findings import Findings
+from .size_rows import SizeRow, size_rows, unmeasured
 
 ESTIMATES = ("step", "throughput", "speedup", "efficiency")
 _COLUMN = {"step": "step_s", "throughput": "samples_per_s"}
-STATE_NAMES = ("useful", "input", "checkpoint", "validation", "starved", "other")
-STATE_COLUMNS = (*STATE_NAMES, "bubble", "wait", "transfer")
 
 
 def csv_text(study: ScalingStudy) -> str:
@@ -34,21 +46,14 @@ def csv_text(study: ScalingStudy) -> str:
 
 def columns() -> list[str]:
     """Return the names of the columns, in their order."""
-    estimates = [
-        name
-        for figure in ESTIMATES
-        for name in (
-            _COLUMN.get(figure, figure),
-            f"{_COLUMN.get(figure, figure)}_low",
-            f"{_COLUMN.get(figure, figure)}_high",
-        )
-    ]
+    names = [_COLUMN.get(figure, figure) for figure in ESTIMATES]
+    estimates = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
     return [
         *("scaling", "ranks", "nodes", "global_batch", "rank_batch", "runs", "failed_runs"),
         *estimates,
         *("computation_scalability", "global_efficiency"),
-        *FACTORS,
-        *(f"{state}_s" for state in STATE_COLUMNS),
+        *EFFICIENCIES,
+        *(f"{state}_s" for state in STATES),
         *("memory_bytes", "device_bytes", "joules_per_sample", "energy_is_estimate"),
         *("node_hours_per_million_samples", "failure", "layout"),
     ]
@@ -69,7 +74,7 @@ def _cells(row: SizeRow) -> dict[str, object]:
         "memory_bytes": row.memory_bytes,
         "device_bytes": row.device_bytes,
         "node_hours_per_million_samples": row.node_hours_per_million,
-        "failure": _first_line(point.failure),
+        "failure": point.failure.strip().partition("\n")[0],
         "layout": point.layout,
     }
     for figure in ESTIMATES:
@@ -95,10 +100,6 @@ def _cell(value: object) -> object:
     return value
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
-
-
 PARAMETER, TIME, RATE = "p", "time", "samples_per_s"
 
 
@@ -110,10 +111,7 @@ def extrap_text(study: ScalingStudy, path: Path) -> str:
     """
     found = _measurements(study)
     if not found:
-        raise ValueError(
-            f"{study.folder} has no measured size, which Extra-P needs. HINT: paceline scale "
-            f"--continue {study.folder}"
-        )
+        raise unmeasured(study)
     if path.suffix == ".jsonl":
         lines = [
             {"params": {PARAMETER: ranks}, "callpath": callpath, "metric": metric, "value": values}
@@ -145,7 +143,7 @@ def _measurements(study: ScalingStudy) -> dict[tuple[str, str], dict[int, list[f
 
 def _values(figures: RunFigures) -> dict[tuple[str, str], float]:
     values = {("step", TIME): figures.mean_step_s, ("step", RATE): figures.throughput}
-    for state in STATE_COLUMNS:
+    for state in STATES:
         values[f"step->{state}", TIME] = float(getattr(figures.seconds, state))
     return values
 
@@ -170,9 +168,7 @@ def talp_files(study: ScalingStudy) -> dict[str, str]:
                     tree = _tree(run, run.figures)
                     files[name] = json.dumps(tree, indent=2, allow_nan=False) + "\n"
     if not files:
-        raise ValueError(
-            f"{study.folder} has no measured size. HINT: paceline scale --continue {study.folder}"
-        )
+        raise unmeasured(study)
     return files
 
 
@@ -203,7 +199,7 @@ def _region(ranks: int, hosts: int, figures: RunFigures) -> dict[str, Any]:
         "cycles": 0.0,
         "instructions": 0.0,
         "numMeasurements": 1,
-        "numMpiCalls": round(steps * sum(one.calls * one.size for one in figures.collectives)),
+        "numMpiCalls": round(steps * sum(call.calls * call.size for call in figures.collectives)),
         "numOmpParallels": 0,
         "numOmpTasks": 0,
         "elapsedTime": round(NS * steps * figures.mean_step_s),
@@ -236,7 +232,7 @@ def _balance(ranks: int, figures: RunFigures) -> tuple[float, float]:
     if len(busy) != ranks or not max(busy, default=0.0):
         return whole, 1.0
     nodes = [[busy[rank] for rank in _ranks_in(place.ranks, ranks)] for place in figures.placement]
-    heaviest = max((statistics.fmean(one) for one in nodes if one), default=statistics.fmean(busy))
+    heaviest = max(map(statistics.fmean, filter(None, nodes)), default=statistics.fmean(busy))
     between = min(statistics.fmean(busy) / heaviest, 1.0)
     return min(whole / between, 1.0), between
 
@@ -354,3 +350,106 @@ def decimals(value: float, half: float) -> int:
 
 def _factor(value: float | None) -> str:
     return _NONE if value is None else f"{value:.3f}"
+
+
+def study_json(study: ScalingStudy, findings: Findings) -> dict[str, Any]:
+    """Return the study as a tree of JSON; numbers that are infinite or unknown are None."""
+    sizes = []
+    for kind in study.request.kinds:
+        ends = {target.point.setup: target for target in targets(study, kind)}
+        sizes += [_size(row, ends.get(row.point.setup)) for row in size_rows(study, kind)]
+    tree = {
+        "format": "paceline-scale",
+        "version": 1,
+        "folder": study.folder,
+        "command": [study.request.script, *study.request.args],
+        "batch": asdict(study.batch) if study.batch is not None else None,
+        "efficiency": study.request.efficiency,
+        "sizes": sizes,
+        "knees": [asdict(knee) for knee in findings.knees],
+        "reasons": [asdict(reason) for reason in findings.reasons],
+        "fits": [asdict(fit) for fit in findings.fits],
+        "curves": [asdict(curve) for curve in findings.curves],
+        "predictions": [
+            {
+                **asdict(checked.prediction),
+                "high": checked.high,
+                "measured": checked.measured.value if checked.measured is not None else None,
+                "error": checked.error,
+                "inside": checked.is_inside,
+            }
+            for checked in findings.predictions
+        ],
+        "target": _target(study),
+        "larger_batches": {
+            kind: asdict(advice)
+            for kind in study.request.kinds
+            if (advice := batch_advice(study, kind)) is not None
+        },
+        "notes": study.notes,
+    }
+    found: dict[str, Any] = finite(tree)
+    return found
+
+
+def _size(row: SizeRow, end: SizeTarget | None) -> dict[str, Any]:
+    point = row.point
+    return {
+        "scaling": point.kind,
+        "ranks": point.ranks,
+        "nodes": point.hosts,
+        "layout": point.layout or None,
+        "global_batch": point.setup.global_batch,
+        "rank_batch": point.setup.rank_batch,
+        "runs": len(point.runs),
+        "failed_runs": point.failed_runs,
+        "failure": point.failure,
+        "step_s": _estimate(row.step),
+        "samples_per_s": _estimate(row.throughput),
+        "speedup": _estimate(row.speedup),
+        "scaling_efficiency": _estimate(row.efficiency),
+        "computation_scalability": row.computation,
+        "global_efficiency": row.global_efficiency,
+        "pop": row.pop,
+        "states_s": row.states,
+        "memory_bytes": row.memory_bytes,
+        "device_bytes": row.device_bytes,
+        "energy": asdict(row.energy) if row.energy is not None else None,
+        "node_hours_per_million_samples": row.node_hours_per_million,
+        "target": _size_target(end) if end is not None else None,
+        "placement": [asdict(place) for run in point.figures[:1] for place in run.placement],
+    }
+
+
+def _size_target(end: SizeTarget) -> dict[str, Any]:
+    return {
+        "seeds": end.seeds,
+        "reached": end.reached,
+        **{
+            name: _estimate(getattr(end, name))
+            for name in ("samples", "statistical_efficiency", "seconds", "node_hours")
+        },
+        "best": end.best,
+        "learning_rate": end.learning_rate,
+        "predicted_efficiency": end.predicted_efficiency,
+    }
+
+
+def _target(study: ScalingStudy) -> dict[str, Any] | None:
+    goal = goal_of(study)
+    if goal is None:
+        return None
+    found = {}
+    for kind in study.request.kinds:
+        sizes = targets(study, kind)
+        first, cheap = soonest(sizes), cheapest(sizes)
+        found[kind] = {
+            "soonest_ranks": first.point.ranks if first is not None else None,
+            "cheapest_ranks": cheap.point.ranks if cheap is not None else None,
+            "learning_rate_rule": learning_rate_rule(sizes),
+        }
+    return {"goal": str(goal), **found}
+
+
+def _estimate(found: Estimate | None) -> dict[str, Any] | None:
+    return asdict(found) if found is not None else None

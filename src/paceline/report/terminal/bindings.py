@@ -4,12 +4,13 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from ...plurals import format_ranges, named_ranks, parse_ranges
+from .. import document as doc
 from ..console import PlainConsole
 from ..numbers import counted
+from .draw import draw
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MANY_RANKS, FREE, FORBIDDEN = "*", ".", "-"
@@ -32,59 +33,50 @@ def render(hosts: Sequence[Host], ranks: int, *, stepped: bool = True) -> str:
             be missing.
     """
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
-    console = PlainConsole(width=width, file=None, force_terminal=None, stderr=True)
+    console = PlainConsole(width=width, stderr=True)
     with console.capture() as taken:
-        console.print(_table(hosts, stepped))
-        seen: dict[tuple[str, ...], list[str]] = {}
-        for name, told in hosts:
-            seen.setdefault(tuple(draw_host(told)), []).append(name)
-        for lines, names in seen.items():
+        for block in draw(_table(hosts, stepped)):
+            console.print(block)
+        drawings: dict[tuple[str, ...], list[str]] = {}
+        for name, host in hosts:
+            drawings.setdefault(tuple(draw_host(host)), []).append(name)
+        for lines, names in drawings.items():
             console.print(Text(f"{_hosts(names)}: {lines[0]}", style="bold"))
             for line in lines[1:]:
                 console.print(Text(f"  {line}"), soft_wrap=True)
-        for line in _problems(hosts):
-            console.print(Text(line, style="bold red"))
-        ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
-        if ended:
-            which = named_ranks(ended)
-            line = f"{which} ended before the bindings were read. HINT: run more steps"
+        for line in _problems(hosts, ranks):
             console.print(Text(line, style="bold red"))
         for line in _notes(hosts):
             console.print(Text(line, style="bright_black"))
     return taken.get()
 
 
-def _table(hosts: Sequence[Host], stepped: bool) -> Table:
+def _table(hosts: Sequence[Host], stepped: bool) -> list[doc.Block]:
     title = "Bindings reported by the kernel" if stepped else "Bindings before the first step"
-    table = Table(box=None, pad_edge=False, title=title)
-    for heading in ("rank", "node", "socket", "NUMA", "hardware threads", "GPU", "network"):
-        table.add_column(heading)
-    for heading in ("memory", "threads", "workers"):
-        table.add_column(heading)
-    rows = [(name, one) for name, told in hosts for one in told["ranks"]]
-    shown = [row for at, row in enumerate(rows) if at < MAX_LISTED_RANKS or row[1]["odd"]]
-    for name, one in shown:
-        process, planned = one["process"], one["planned"]
-        table.add_row(
-            str(one["rank"]),
-            name,
-            format_ranges(one["packages"]),
-            format_ranges(one["nodes"]),
-            Text(process["cpus"], style="bold red" if one["odd"] else ""),
-            one["gpu"] or "-",
-            " ".join(planned["cards"]) or "-",
-            process["memory"] or "?",
-            f"{planned['threads']} of {process['threads']}",
-            _workers(one),
-        )
-    if len(shown) < len(rows):
-        table.caption = f"and {counted(len(rows) - len(shown), 'more rank')} without problems"
-    return table
+    ranks = [(name, rank) for name, host in hosts for rank in host["ranks"]]
+    shown = [entry for at, entry in enumerate(ranks) if at < MAX_LISTED_RANKS or entry[1]["odd"]]
+    rows = []
+    for name, rank in shown:
+        process, planned = rank["process"], rank["planned"]
+        cells = [
+            *(str(rank["rank"]), name),
+            *(format_ranges(rank["packages"]), format_ranges(rank["nodes"])),
+            doc.Part(process["cpus"], doc.WORSE if rank["odd"] else ""),
+            *(rank["gpu"] or "-", " ".join(planned["cards"]) or "-", process["memory"] or "?"),
+            *(f"{planned['threads']} of {process['threads']}", _workers(rank)),
+        ]
+        rows.append(doc.Row(cells))
+    headings = ("rank", "node", "socket", "NUMA", "hardware threads", "GPU", "network", "memory")
+    columns = doc.columns(*headings, "threads", "workers", left=10)
+    blocks: list[doc.Block] = [doc.Heading(title), doc.Table(columns, rows, is_breakable=True)]
+    if more := len(ranks) - len(shown):
+        blocks.append(doc.Line(f"and {counted(more, 'more rank')} without problems", doc.MUTED))
+    return blocks
 
 
-def _workers(one: dict[str, Any]) -> str:
+def _workers(rank: dict[str, Any]) -> str:
     """Describe a rank's child processes, with the cores of those that are bound elsewhere."""
-    children, cpus = one["children"], one["process"]["cpus"]
+    children, cpus = rank["children"], rank["process"]["cpus"]
     away = [child for child in children if child["cpus"] != cpus]
     if not children:
         return "-"
@@ -94,27 +86,27 @@ def _workers(one: dict[str, Any]) -> str:
     return f"{len(children)}: {named}{' ...' if len(away) > _CHILDREN else ''}"
 
 
-def draw_host(told: dict[str, Any]) -> list[str]:
+def draw_host(host: dict[str, Any]) -> list[str]:
     """Return a drawing of one host, as lines.
 
     The first line counts the hardware. Then each NUMA node has one line with one sign per core: the
     sign of the rank that is bound to the core, ``*`` for several ranks, ``.`` for no rank, or
     ``-`` for a core on which the job may not run.
     """
-    allowed = set(told["allowed"])
+    allowed = set(host["allowed"])
     owners: dict[int, set[int]] = {}
-    for one in told["ranks"]:
-        for number in parse_ranges(one["process"]["cpus"]):
-            owners.setdefault(number, set()).add(one["rank"])
-    lowest = min((one["rank"] for one in told["ranks"]), default=0)
+    for rank in host["ranks"]:
+        for number in parse_ranges(rank["process"]["cpus"]):
+            owners.setdefault(number, set()).add(rank["rank"])
+    lowest = min((rank["rank"] for rank in host["ranks"]), default=0)
     places: dict[tuple[int, int | None], dict[int, list[int]]] = {}
-    for package, node, core, number in told["cpus"]:
+    for package, node, core, number in host["cpus"]:
         places.setdefault((package, node), {}).setdefault(core, []).append(number)
     sockets = len({package for package, _ in places})
     cores = sum(len(found) for found in places.values())
     lines = [
         f"{counted(sockets, 'socket')}, {counted(cores, 'core')}, "
-        f"{counted(len(told['cpus']), 'hardware thread')}"
+        f"{counted(len(host['cpus']), 'hardware thread')}"
     ]
     for (package, node), found in sorted(places.items(), key=lambda entry: min(entry[1])):
         signs = [_sign(numbers, owners, allowed, lowest) for _, numbers in sorted(found.items())]
@@ -122,7 +114,7 @@ def draw_host(told: dict[str, Any]) -> list[str]:
         parts = [text[i : i + _EVERY] for i in range(0, len(text), _EVERY)]
         numa = f" NUMA {node}" if node is not None else ""
         lines.append(f"socket {package}{numa:9} {' '.join(parts)}")
-    last = max((one["rank"] for one in told["ranks"]), default=0)
+    last = max((rank["rank"] for rank in host["ranks"]), default=0)
     if last - lowest >= len(SIGNS):
         lines.append(f"signs number the ranks from {lowest}, and repeat after {len(SIGNS)} ranks")
     elif lowest or last > 9:
@@ -141,13 +133,17 @@ def _sign(
     return FREE if allowed & set(numbers) else FORBIDDEN
 
 
-def _problems(hosts: Sequence[Host]) -> list[str]:
+def _problems(hosts: Sequence[Host], ranks: int) -> list[str]:
     found = []
-    for name, told in hosts:
+    for name, host in hosts:
         found += [
-            f"{name}: rank {one['rank']}: {odd}" for one in told["ranks"] for odd in one["odd"]
+            f"{name}: rank {rank['rank']}: {odd}" for rank in host["ranks"] for odd in rank["odd"]
         ]
-        found += [f"{name}: {_global(odd, told['numbers'])}" for odd in told["odd"]]
+        found += [f"{name}: {_global(odd, host['numbers'])}" for odd in host["odd"]]
+    ended = set(range(ranks)) - {rank["rank"] for _, host in hosts for rank in host["ranks"]}
+    if ended:
+        which = named_ranks(ended)
+        found.append(f"{which} ended before the bindings were read. HINT: run more steps")
     return found
 
 
@@ -159,11 +155,11 @@ def _global(odd: str, numbers: Sequence[int]) -> str:
 
 
 def _notes(hosts: Sequence[Host]) -> list[str]:
-    said: dict[str, list[str]] = {}
-    for name, told in hosts:
-        for note in told["notes"]:
-            said.setdefault(note, []).append(name)
-    return [f"{_hosts(names)}: {note}" for note, names in said.items()]
+    notes: dict[str, list[str]] = {}
+    for name, host in hosts:
+        for note in host["notes"]:
+            notes.setdefault(note, []).append(name)
+    return [f"{_hosts(names)}: {note}" for note, names in notes.items()]
 
 
 def _hosts(names: Sequence[str]) -> str:

@@ -7,9 +7,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...security.text import printable
 from .. import document as doc
 from ..console import PlainConsole, output_width
-from ..verdict.verdict import Verdict
+from ..verdict import Verdict
 
 STATE_COLOURS = {
     "useful": "green",
@@ -55,9 +56,14 @@ def print_document(make: Callable[[int], doc.Document]) -> None:
     console.print(Group(*draw_document(make(console.width))))
 
 
+def print_blocks(blocks: Iterable[doc.Block]) -> None:
+    """Print blocks to standard output."""
+    PlainConsole().print(Group(*draw(blocks)))
+
+
 def draw_document(document: doc.Document) -> list[RenderableType]:
     """Return the blocks of a document, with an empty line between the sections."""
-    about = [_text(one) for one in document.about]
+    about = [_text(text) for text in document.about]
     drawn: list[RenderableType] = [line for line in about if line.plain]
     for section, blocks in document.parts(doc.TERMINAL):
         drawn += [Text()] if drawn and drawn[-1] != Text() else []
@@ -97,17 +103,22 @@ def _item(item: doc.Item) -> Text:
 
 
 def draw_table(table: doc.Table) -> Table:
-    """Return a table without lines; only its last column is broken, if that has text."""
+    """Return a table without lines; only its last column is broken, if that has text.
+
+    A breakable one is broken in all columns.
+    """
     columns, rows = table.shown(doc.TERMINAL)
     padding = (0, 1 if table.is_dense else 2, 0, 0)
     is_wide = any(column.ratio for column in columns)
-    drawn = Table(box=None, pad_edge=False, padding=padding, expand=is_wide)
+    drawn = Table(
+        box=None, pad_edge=False, padding=padding, expand=is_wide, show_header=table.has_headings
+    )
     last = columns[-1]
     for column in columns:
         drawn.add_column(
             column.heading,
             justify="right" if column.right else "left",
-            no_wrap=column.right or not (column is last or last.right),
+            no_wrap=not table.is_breakable and (column.right or not (column is last or last.right)),
             width=column.width or None,
             ratio=column.ratio or None,
         )
@@ -119,7 +130,7 @@ def draw_table(table: doc.Table) -> Table:
 def _text(text: doc.Text, style: str = "") -> Text:
     drawn = Text(style=STYLES.get(style, ""), no_wrap=style == doc.FIXED)
     for part in doc.parts_of(text, doc.TERMINAL):
-        drawn.append(part.text, STYLES.get(part.style))
+        drawn.append(printable(part.text, lines=True), STYLES.get(part.style))
     return drawn
 
 

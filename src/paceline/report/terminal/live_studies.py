@@ -2,8 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
-from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,7 +10,7 @@ from ...analyze.scaling.study_events import Progress, StudyListener
 from ...analyze.scaling.study_model import ScalingStudy, Setup, StudyRun
 from ...plurals import ordinal
 from ...security.terminal import for_terminal
-from ..console import PlainConsole
+from ..console import LiveDisplay
 from ..numbers import amount, counted, duration, elapsed
 from ..scaling.findings import Findings
 from ..scaling.study_document import study_document
@@ -23,39 +21,11 @@ from .draw import draw_panel
 REFRESHES_PER_S = 2
 
 
-class LiveTable:
-    """A table on a terminal; lines where standard error is no terminal.
-
-    Used as a context manager: the table is removed at the end, before the result is printed.
-    """
+class LiveTable(LiveDisplay):
+    """A table on a terminal; lines where standard error is no terminal."""
 
     def __init__(self) -> None:
-        self._live: Any = None
-        self._console: PlainConsole | None = None
-        if sys.stderr.isatty():
-            from rich.live import Live
-
-            self._console = PlainConsole(stderr=True, highlight=False)
-            self._live = Live(
-                get_renderable=self._table,
-                console=self._console,
-                refresh_per_second=REFRESHES_PER_S,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        super().__init__(REFRESHES_PER_S)
 
     def message(self, text: str) -> None:
         if self._live is not None and self._console is not None:
@@ -66,9 +36,6 @@ class LiveTable:
     def _write(self, text: str) -> None:
         sys.stderr.write(for_terminal(f"paceline: {text}\n"))
         sys.stderr.flush()
-
-    def _table(self) -> RenderableType:
-        raise NotImplementedError
 
 
 class StudyDisplay(LiveTable, StudyListener):
@@ -107,10 +74,9 @@ class StudyDisplay(LiveTable, StudyListener):
     def study_ended(self, study: ScalingStudy, progress: Progress) -> None:
         self._study, self._progress = study, progress
         self._running.clear()
-        if self._live is not None:
-            self._live.stop()
+        self.clear()
 
-    def _table(self) -> RenderableType:
+    def _draw(self) -> RenderableType:
         if self._study is None or self._console is None:
             return Text("")
         running = list(self._running)
@@ -185,10 +151,9 @@ class TuneDisplay(LiveTable, TuneListener):
 
     def study_ended(self, view: TuningView) -> None:
         self._view = view
-        if self._live is not None:
-            self._live.stop()
+        self.clear()
 
-    def _table(self) -> RenderableType:
+    def _draw(self) -> RenderableType:
         if self._view is None:
             return Text("")
         running = counted(self._view.count(RUNNING), "trial")

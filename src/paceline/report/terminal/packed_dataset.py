@@ -1,21 +1,20 @@
-"""Results of packing, checking and staging a packed dataset, as text for the terminal."""
+"""Results of packing, checking and staging a packed dataset, for the terminal."""
 
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from ...cost.machine.units import format_value, size
 from ...security.text import printable
+from .. import document as doc
 from ..numbers import amount, counted
 
 SHOWN = 10  # most lines about individual samples
 CHANNELS = 8  # most channels whose mean and deviation are shown
 
 
-def render(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float) -> Group:
-    """Return the result of ``paceline pack`` as text.
+def packed_blocks(
+    meta: dict[str, Any], left_out: list[str], notes: list[str], seconds: float
+) -> list[doc.Block]:
+    """Return the result of ``paceline pack``.
 
     Args:
         meta: Content of the dataset's paceline.json.
@@ -23,40 +22,28 @@ def render(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds:
         notes: Warnings for the user.
         seconds: Duration of packing in s; 0 omits it and the rate.
     """
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column("", style="bright_black")
-    table.add_column("")
-    for name, value in _rows(meta, seconds):
-        table.add_row(name, value)
-    parts: list[RenderableType] = [table]
-    parts += [Text(printable(note), style="yellow") for note in notes]
+    rows = [doc.Row([doc.Part(name, doc.MUTED), value]) for name, value in _facts(meta, seconds)]
+    blocks: list[doc.Block] = [
+        doc.Table(doc.columns("", "", left=2), rows, has_headings=False, is_breakable=True)
+    ]
+    blocks += [doc.Line(note, doc.DOUBT) for note in notes]
     if left_out:
-        parts.append(
-            Text(
-                f"{counted(len(left_out), 'sample')} {'was' if len(left_out) == 1 else 'were'} "
-                "left out:",
-                style="bold red",
-            )
-        )
-        parts += _some(left_out)
-    return Group(*parts)
+        were = "was" if len(left_out) == 1 else "were"
+        blocks.append(doc.Line(f"{counted(len(left_out), 'sample')} {were} left out:", doc.WORSE))
+    return [*blocks, *_first_lines(left_out)]
 
 
-def render_check(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
+def checked_blocks(
+    folder: str, meta: dict[str, Any], bad: list[str], seconds: float
+) -> list[doc.Block]:
     """Return the result of reading a packed dataset back; ``bad`` has one line per bad sample."""
     whole = sum(shard["bytes"] for shard in meta["shards"])
     samples = f"{counted(meta['samples'], 'sample')} ({size(whole)})"
-    read = f"{samples} read back in {format_value(seconds, 's')}"
-    folder = printable(folder)
+    read = f"{folder}: {samples} read back in {format_value(seconds, 's')}"
     if not bad:
-        return Group(Text(f"{folder}: {read}: all samples are unchanged", style="green"))
-    return Group(
-        Text(
-            f"{folder}: {read}: changed: {counted(len(bad), 'sample')}",
-            style="bold red",
-        ),
-        *_some(bad),
-    )
+        return [doc.Line(f"{read}: all samples are unchanged", doc.GOOD)]
+    changed = doc.Line(f"{read}: changed: {counted(len(bad), 'sample')}", doc.WORSE)
+    return [changed, *_first_lines(bad)]
 
 
 def progress(
@@ -76,28 +63,27 @@ def progress(
     return f"{what} {done:,}{of} {each}, {size(read)}, {amount(rate)} {each}/s"
 
 
-def render_staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the result of ``paceline stage`` on each host, as lines with their styles."""
+def staged_lines(hosts: list[dict[str, Any]]) -> list[doc.Line]:
+    """Return the result of ``paceline stage`` on each host."""
     several = len(hosts) > 1
     lines = []
-    for one in hosts:
-        rate = one["bytes"] / one["seconds"] if one["seconds"] else 0.0
-        where = f"{one['host']}: {one['folder']}" if several else str(one["folder"])
-        line = f"{where}: {one['here']:,} of {one['shards']:,} shards are on the node"
-        if one["copied"]:
-            line += f", {one['copied']:,} copied ({size(one['bytes'])}, {size(round(rate))}/s)"
-        lines.append((line, "green" if one["copied"] else ""))
-        lines += [(f"  {text}" if several else text, "yellow") for text in concerns(one)]
-    if several:
-        lines.append((render_staged_hosts("", hosts), ""))
-    return lines
+    for host in hosts:
+        rate = host["bytes"] / host["seconds"] if host["seconds"] else 0.0
+        where = f"{host['host']}: {host['folder']}" if several else str(host["folder"])
+        line = f"{where}: {host['here']:,} of {host['shards']:,} shards are on the node"
+        if host["copied"]:
+            line += f", {host['copied']:,} copied ({size(host['bytes'])}, {size(round(rate))}/s)"
+        lines.append(doc.Line(line, doc.GOOD if host["copied"] else ""))
+        indent = "  " if several else ""
+        lines += [doc.Line(f"{indent}{text}", doc.DOUBT) for text in concerns(host)]
+    return [*lines, *([doc.Line(staged_sum("", hosts))] if several else [])]
 
 
-def render_staged_hosts(source: str, hosts: list[dict[str, Any]]) -> str:
+def staged_sum(source: str, hosts: list[dict[str, Any]]) -> str:
     """Return one line that summarizes the copies to several hosts."""
-    read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
-    copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
-    took = max(one["seconds"] for one in hosts)
+    names = ("read", "bytes", "copied", "fetched")
+    read, came, copied, fetched = (sum(host[name] for host in hosts) for name in names)
+    took = max(host["seconds"] for host in hosts)
     what = f"{source} on {counted(len(hosts), 'node')}" if source else counted(len(hosts), "host")
     if not copied:
         return f"{what}: no shard had to be copied"
@@ -108,22 +94,22 @@ def render_staged_hosts(source: str, hosts: list[dict[str, Any]]) -> str:
     )
 
 
-def concerns(one: dict[str, Any]) -> list[str]:
-    """Return the errors, notes, evictions and missing shards of one host, as lines."""
-    lines = [f"{one['host']}: {one['error']}"] if one["error"] else []
-    lines += one["notes"]
-    if one["evicted"]:
-        lines.append(f"{one['host']}: removed to free space: {', '.join(one['evicted'])}")
-    if one["left"] and not one["error"]:
-        count, share = len(one["left"]), len(one["left"]) / one["shards"]
+def concerns(host: dict[str, Any]) -> list[str]:
+    """Return the errors, notes, evictions and missing shards of a host, as lines."""
+    lines = [f"{host['host']}: {host['error']}"] if host["error"] else []
+    lines += host["notes"]
+    if host["evicted"]:
+        lines.append(f"{host['host']}: removed to free space: {', '.join(host['evicted'])}")
+    if host["left"] and not host["error"]:
+        count, share = len(host["left"]), len(host["left"]) / host["shards"]
         lines.append(
-            f"{one['host']}: no space for {counted(count, 'shard')}. The ranks read them from the "
+            f"{host['host']}: no space for {counted(count, 'shard')}. The ranks read them from the "
             f"source: about {share:.0%} of a shuffled dataset"
         )
     return [printable(line) for line in lines]
 
 
-def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
+def _facts(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     whole = sum(shard["bytes"] for shard in meta["shards"])
     count = meta["samples"]
     rate = (
@@ -142,8 +128,8 @@ def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def _array(told: dict[str, Any] | None) -> str:
-    return f"{told['dtype']} {tuple(told['shape'])}" if told else ""
+def _array(array: dict[str, Any] | None) -> str:
+    return f"{array['dtype']} {tuple(array['shape'])}" if array else ""
 
 
 def _labels(meta: dict[str, Any]) -> str:
@@ -176,8 +162,8 @@ def _numbers(values: Any) -> str:
     return some + (f" ... ({len(values)})" if len(values) > CHANNELS else "")
 
 
-def _some(lines: list[str]) -> list[RenderableType]:
-    shown: list[RenderableType] = [Text(f"  {printable(line)}") for line in lines[:SHOWN]]
+def _first_lines(lines: list[str]) -> list[doc.Line]:
+    shown = [f"  {line}" for line in lines[:SHOWN]]
     if len(lines) > SHOWN:
-        shown.append(Text(f"  and {len(lines) - SHOWN:,} more: see --json"))
-    return shown
+        shown.append(f"  and {len(lines) - SHOWN:,} more: see --json")
+    return [*map(doc.Line, shown)]

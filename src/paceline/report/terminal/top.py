@@ -3,7 +3,9 @@
 Each state has a sign in addition to its colour, so that the bars can be read without colours.
 """
 
+import itertools
 import shlex
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,10 +13,13 @@ from rich.text import Text
 
 from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import LiveView
+from ...analyze.records.stacks import STACK_NOT_PERMITTED, innermost_user_frame
 from ...analyze.records.state_timeline import STATES
 from ...plurals import named_ranks, shared_place
-from ..numbers import amount, counted, elapsed
-from ..state_names import STATE_NAMES
+from ...security.text import printable
+from ..figure_names import STATE_NAMES
+from ..numbers import amount, counted, elapsed, of_group
+from ..verdict import capitalized
 from .draw import STATE_COLOURS
 
 MAX_RANK_ROWS = 16  # most ranks with one row each; larger jobs get one row per host, and MOST ranks
@@ -72,7 +77,7 @@ def render(
     for head, lines, style in (
         ("slowest", _slowest(view), ""),
         ("waits", _waits(view), ""),
-        ("blocked", [standing_in_words(one, view) for one in view.standing[:3]], "bold red"),
+        ("blocked", [standing_in_words(call, view) for call in view.standing[:3]], "bold red"),
         ("now", _doing(view), ""),
     ):
         for i, line in enumerate(lines):
@@ -155,8 +160,8 @@ def _rows(view: LiveView, most: int) -> list[tuple[str, dict[str, float]]]:
         return [(names[rank], shares[rank]) for rank in view.ranks]
     rows = []
     for host in dict.fromkeys(view.hosts):
-        own = [s for s, h in zip(view.states, view.hosts, strict=True) if h == host]
-        mean = {state: sum(rank[state] for rank in own) / len(own) for state in STATES}
+        states = [s for s, h in zip(view.states, view.hosts, strict=True) if h == host]
+        mean = {state: sum(rank[state] for rank in states) / len(states) for state in STATES}
         rows.append((_short(host), mean))
     ranks = min(MAX_LISTED_RANKS, max(2, most - min(len(rows), most // 2)))
     if len(rows) > most - ranks:  # keep the hosts that wait least: the others wait for them
@@ -210,27 +215,27 @@ def _waits(view: LiveView) -> list[str]:
     ]
 
 
-def standing_in_words(one: BlockedCollective, view: LiveView) -> str:
+def standing_in_words(blocked: BlockedCollective, view: LiveView) -> str:
     """Describe a collective that only some ranks have entered, and why it does not proceed."""
     now = {rank.rank: rank for rank in view.now}
-    halted = [rank for rank in one.inside if now[rank].process == "stopped"]
-    waiting = [rank for rank in one.inside if rank not in halted] or one.inside
+    halted = [rank for rank in blocked.inside if now[rank].process == "stopped"]
+    waiting = [rank for rank in blocked.inside if rank not in halted] or blocked.inside
     have = "has" if len(waiting) == 1 else "have"
-    where = f"{one.collective} {one.number}{_of(one.group)}"
-    said = [f"{view.named(waiting)} {have} waited in {where} for {elapsed(one.for_s)}."]
-    said += [
+    where = f"{blocked.collective} {blocked.number}{of_group(blocked.group)}"
+    sentences = [f"{view.named(waiting)} {have} waited in {where} for {elapsed(blocked.for_s)}."]
+    sentences += [
         f"{view.named([rank])}{_at(now[rank], view)} has not entered it: {_absent(now[rank])}."
-        for rank in one.absent[:3]
+        for rank in blocked.absent[:3]
     ]
-    if len(one.absent) > 3:
-        have = "has" if len(one.absent) == 4 else "have"
-        said.append(f"{view.named(one.absent[3:])} {have} not entered it either.")
+    if len(blocked.absent) > 3:
+        have = "has" if len(blocked.absent) == 4 else "have"
+        sentences.append(f"{view.named(blocked.absent[3:])} {have} not entered it either.")
     if halted:
         are = "is" if len(halted) == 1 else "are"
-        said.append(f"{view.named(halted)} {are} in it, but stopped by a signal (SIGSTOP).")
-    if one.unseen:
-        said.append(f"Paceline has no record of {counted(one.unseen, 'other member')}.")
-    return " ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in said)
+        sentences.append(f"{view.named(halted)} {are} in it, but stopped by a signal (SIGSTOP).")
+    if blocked.unseen:
+        sentences.append(f"Paceline has no record of {counted(blocked.unseen, 'other member')}.")
+    return " ".join(map(capitalized, sentences))
 
 
 def _absent(now: RankState) -> str:
@@ -285,7 +290,7 @@ def _plain(now: RankState) -> str:
     long = now.for_s is not None and now.for_s >= _AT_ONCE
     what = f"{now.collective} {now.number}" if now.number is not None else f"{now.collective}"
     if now.in_background:
-        return f"in {what}{_of(now.group)} in another thread"
+        return f"in {what}{of_group(now.group)} in another thread"
     if now.doing == "starting":
         return "starting"
     if now.doing == "input":
@@ -293,9 +298,9 @@ def _plain(now: RankState) -> str:
     if now.doing == "checkpoint":
         return "saving a checkpoint"
     if now.doing == "exchange" or (now.doing == "flight" and long):
-        return f"in {what if long else now.collective}{_of(now.group)}"
+        return f"in {what if long else now.collective}{of_group(now.group)}"
     if now.doing == "flight":
-        return f"computing, {now.collective}{_of(now.group)} in flight"
+        return f"computing, {now.collective}{of_group(now.group)} in flight"
     if now.last_s is not None and now.last_s >= _AT_ONCE:
         return f"last ended {now.last}"
     return "computing"
@@ -311,13 +316,129 @@ def _told(kind: str, now: RankState) -> str:
     return kind
 
 
-def _of(group: str | None) -> str:
-    return "" if group in (None, "0", "default_pg") else f" of group {group}"
-
-
 def _at(now: RankState, view: LiveView) -> str:
     return f" on {_short(now.host)}" if len(set(view.hosts)) > 1 else ""
 
 
 def _warning(text: str) -> Text:
     return Text(text, style="yellow")
+
+
+MAX_LISTED_RANKS = 32
+
+
+def hang_report(
+    view: LiveView | None,
+    stacks: Mapping[int, str],
+    busy: set[int],
+    still_s: float,
+    silent: Sequence[str] = (),
+) -> str:
+    """Return the report as text.
+
+    view: State of all ranks; None if no rank has a record.
+    stacks: Python stack of each rank.
+    busy: Ranks that use CPU time.
+    still_s: Seconds without progress on any rank.
+    silent: Hosts that do not answer.
+    """
+    lines = [f"paceline: no rank has made progress for {elapsed(still_s)}"]
+    lines += [f"  {line}" for line in likely_causes(view, silent)]
+    ranks = view.ranks if view is not None else sorted(stacks)
+    now = {now.rank: now for now in view.now} if view is not None else {}
+    places = view.mesh if view is not None else {}
+    several = bool(silent) or (view is not None and len(set(view.hosts)) > 1)
+    for rank in _ordered_ranks(ranks, view)[:MAX_LISTED_RANKS]:
+        what = doing_in_words(now[rank]) if rank in now else "no record"
+        using = ", using CPU time" if rank in busy else ""
+        where = _position(stacks.get(rank, ""))
+        host = now[rank].host if several and rank in now else ""
+        named = named_ranks([rank], places=places, host=host)
+        lines.append(f"    {named}: {what}{using}{where}")
+    if len(ranks) > MAX_LISTED_RANKS:
+        lines.append(f"    ... and {counted(len(ranks) - MAX_LISTED_RANKS, 'more rank')}")
+    return "\n".join(map(printable, lines)) + "\n"
+
+
+def _position(stack: str) -> str:
+    frame = innermost_user_frame(stack)
+    if frame is not None:
+        return f"; at {frame}"
+    return f"; {STACK_NOT_PERMITTED}" if stack == STACK_NOT_PERMITTED else ""
+
+
+def likely_causes(view: LiveView | None, silent: Sequence[str]) -> list[str]:
+    """Return sentences about what the job waits for, the likeliest cause first."""
+    found = [
+        f"Node {host} does not answer: it may have lost power or its network connection."
+        for host in silent
+    ]
+    if view is None:
+        return [
+            *found,
+            "Paceline knows only the stacks: the script does not call paceline.init() and is not "
+            "recorded. HINT: paceline run --record DIR also shows each rank's operation",
+        ]
+    mismatches = _mismatches(view)
+    found += mismatches
+    if not mismatches:
+        found += [standing_in_words(blocked, view) for blocked in view.standing[:3]]
+    if view.missing_ranks:
+        has = "it has" if len(view.missing_ranks) == 1 else "they have"
+        why = "." if silent else f": {has} not joined the job."
+        found.append(f"Paceline has no record of {named_ranks(view.missing_ranks)}{why}")
+    if not found:
+        found += [
+            f"{view.named([now.rank]).capitalize()} is stopped by a signal (SIGSTOP)."
+            for now in view.now
+            if now.process == "stopped"
+        ]
+    if not found and all(now.doing == "input" for now in view.now):
+        found.append("Every rank waits for a batch: the data loaders return none.")
+    waits = [now for now in view.now if now.doing == "input" and now.for_s is not None]
+    if not found and waits:
+        verb = "waits" if len(waits) == 1 else "wait"
+        found.append(f"{view.named([now.rank for now in waits])} {verb} for a batch.".capitalize())
+    if view.standing and all(not blocked.absent for blocked in view.standing) and not silent:
+        complete = [blocked for blocked in view.standing if len(blocked.inside) == len(view.ranks)]
+        if complete and not mismatches:
+            found.append(
+                "All ranks of the group have entered the collective: the network between them may "
+                "be down."
+            )
+    return found or ["No rank is known to wait in a collective. See the line of each rank below."]
+
+
+def _mismatches(view: LiveView) -> list[str]:
+    """Name the ranks that are in different collectives with the same number in one group."""
+    return [
+        f"Ranks disagree about collective {blocked.number}: {_are_in(blocked, view)}, "
+        f"{_are_in(other, view)}."
+        for blocked, other in itertools.combinations(view.standing, 2)
+        if (blocked.group, blocked.number) == (other.group, other.number)
+    ]
+
+
+def _are_in(blocked: BlockedCollective, view: LiveView) -> str:
+    are = "is" if len(blocked.inside) == 1 else "are"
+    return f"{view.named(blocked.inside)} {are} in {blocked.collective}"
+
+
+def find_computing_ranks(view: LiveView | None, busy: set[int]) -> list[int]:
+    """Return the ranks that compute outside of collectives and loaders.
+
+    They may be slow rather than stuck.
+    """
+    if view is None:
+        return sorted(busy)
+    free = {now.rank for now in view.now if now.doing in ("script", "starting", "checkpoint")}
+    return sorted(free & busy)
+
+
+def _ordered_ranks(ranks: Sequence[int], view: LiveView | None) -> list[int]:
+    """Return all ranks; if there are more than can be listed, the missing ones first."""
+    if view is None or len(ranks) <= MAX_LISTED_RANKS:
+        return list(ranks)
+    missed = {rank for blocked in view.standing for rank in blocked.absent}
+    missed |= {now.rank for now in view.now if now.process != "running"}
+    return sorted(ranks, key=lambda rank: (rank not in missed, rank))

@@ -26,7 +26,7 @@ from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...plurals import named_ranks
 from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, Op, State
-from ..state_names import STATE_NAMES
+from ..figure_names import STATE_NAMES
 from .chrome_trace import Process, Put, slice_label
 
 PHASES = {
@@ -320,9 +320,8 @@ def _launch_rates(launches: Any) -> Any:
     return rate
 
 
-_HELD_DTYPE = [("record", "i8"), ("culprit", "i8"), ("start", "i8"), ("turn", "i8")]
-_HELD_DTYPE += [("latest", "i8"), ("end", "i8"), ("node", "i8"), ("group", "i8"), ("op", "i8")]
-_HELD_DTYPE += [("own", "i8"), ("number", "i8")]
+_HELD = ("record", "culprit", "start", "turn", "latest", "end", "node", "group", "op")
+_HELD_DTYPE = [(name, "i8") for name in (*_HELD, "own", "number")]
 
 
 def _held_up_waits(m: MeasuredWindow) -> Any:
@@ -361,8 +360,8 @@ def _arrow_end(held: Any) -> Ints:
     return np.asarray(np.where(held["turn"] < held["end"], held["turn"], held["end"] - 1))
 
 
-_MESSAGE_DTYPE = [("send", "i8"), ("receive", "i8"), ("send_own", "i8"), ("receive_own", "i8")]
-_MESSAGE_DTYPE += [("start", "i8"), ("end", "i8"), ("number", "i8")]
+_MESSAGE = ("send", "receive", "send_own", "receive_own", "start", "end", "number")
+_MESSAGE_DTYPE = [(name, "i8") for name in _MESSAGE]
 
 
 def _match_messages(matched: MatchedCommunication) -> Any:

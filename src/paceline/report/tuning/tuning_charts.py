@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from .tuning_document import parameter_text, value_text
+from .tuning_document import parameter_text, parameters_text, value_text
 from .tuning_view import COMPLETE, MAX, TrialRow, TuningView
 
 MAX_LINES = 400  # of trials in parallel coordinates
@@ -60,12 +60,8 @@ def _history(view: TuningView, complete: list[TrialRow]) -> dict[str, Any]:
         "numbers": [row.number for row in shown],
         "values": [row.values[0] for row in shown],
         "best": until,
-        "text": [_text(row) for row in shown],
+        "text": [parameters_text(row) for row in shown],
     }
-
-
-def _text(row: TrialRow) -> str:
-    return ", ".join(f"{name} = {parameter_text(one)}" for name, one in row.parameters.items())
 
 
 def _score(row: TrialRow) -> float:
@@ -111,8 +107,8 @@ def _axis(name: str, values: Sequence[Any]) -> tuple[dict[str, Any], list[float 
     is_number = all(isinstance(v, int | float) and not isinstance(v, bool) for v in known)
     if not is_number or len(set(known)) < 2:
         kinds = sorted(set(map(parameter_text, known)))
-        of = {one: i / max(len(kinds) - 1, 1) for i, one in enumerate(kinds)}
-        ticks = [[of[one], one] for one in kinds[:20]]
+        of = {kind: i / max(len(kinds) - 1, 1) for i, kind in enumerate(kinds)}
+        ticks = [[of[kind], kind] for kind in kinds[:20]]
         places = [None if v is None else of[parameter_text(v)] for v in values]
         return {"name": name, "ticks": ticks}, places
     low, high = float(min(known)), float(max(known))
@@ -143,7 +139,7 @@ def _curve_data(view: TuningView, rows: list[TrialRow]) -> dict[str, Any]:
     for row in rows:
         points = sorted(row.intermediate.items())
         if row.parent is not None and points:  # from the end of its parent
-            before = view.row(row.parent).intermediate
+            before = view.rows[row.parent].intermediate
             points = [*((s, v) for s, v in before.items() if s == row.first_step), *points]
         points = [point for point in points if math.isfinite(point[1])]
         lines.append(
@@ -175,7 +171,7 @@ def _pareto(view: TuningView, complete: list[TrialRow]) -> dict[str, Any]:
         "x": [row.values[0] for row in shown],
         "y": [row.values[1] for row in shown],
         "best": [row.number in view.best for row in shown],
-        "text": [f"trial {row.number}: {_text(row)}" for row in shown],
+        "text": [f"trial {row.number}: {parameters_text(row)}" for row in shown],
     }
 
 
@@ -191,12 +187,13 @@ def _lineage(view: TuningView) -> dict[str, Any]:
     if len(view.best) == 1:
         ancestors = {row.number for row in view.ancestry(view.best[0])}
     metric = view.metrics[0]
+    scores = {row.number: f"{metric} {value_text(row.last)}" for row in view.rows}
     return {
         "points": [
             {
                 "x": row.generation or 0,
                 "y": place[row.number],
-                "text": f"trial {row.number}: {metric} {value_text(row.last)}: {_text(row)}",
+                "text": f"trial {row.number}: {scores[row.number]}: {parameters_text(row)}",
                 "best": row.number in ancestors,
                 "failed": bool(row.failure),
             }
@@ -204,7 +201,7 @@ def _lineage(view: TuningView) -> dict[str, Any]:
         ],
         "edges": [
             {
-                "x": [(view.row(row.parent).generation or 0), row.generation or 0],
+                "x": [(view.rows[row.parent].generation or 0), row.generation or 0],
                 "y": [place[row.parent], place[row.number]],
                 "best": row.number in ancestors,
             }

@@ -112,23 +112,23 @@ def _charts(view: TuningView, charts: dict[str, Any], lineage: list[str]) -> Ite
 
 
 def _lead(view: TuningView) -> str:
-    goals = " and ".join(
-        f"{one} {name}" for name, one in zip(view.metrics, view.goals, strict=True)
-    )
+    goals = _goals(view, " and ")
     if len(view.metrics) > 1:
         return f"{goals}: {len(view.best)} trials are on the Pareto front ({view.search})."
     if not view.best:
         return f"{goals}: no trial is complete yet ({view.search})."
-    row = view.row(view.best[0])
-    parameters = ", ".join(f"{k} = {parameter_text(v)}" for k, v in row.parameters.items())
-    value = value_text(row.values[0])
-    return f"Best {view.metrics[0]}: {value}, trial {row.number} with {parameters} ({view.search})."
+    row = view.rows[view.best[0]]
+    best = f"{value_text(row.values[0])}, trial {row.number} with {parameters_text(row)}"
+    return f"Best {view.metrics[0]}: {best} ({view.search})."
 
 
 def head_line(view: TuningView) -> str:
     """Return what is searched, and how."""
-    goals = ", ".join(f"{goal} {name}" for name, goal in zip(view.metrics, view.goals, strict=True))
-    return f"{goals}; {view.search}"
+    return f"{_goals(view, ', ')}; {view.search}"
+
+
+def _goals(view: TuningView, separator: str) -> str:
+    return separator.join(map(" ".join, zip(view.goals, view.metrics, strict=True)))
 
 
 def counts_line(view: TuningView) -> str:
@@ -181,7 +181,7 @@ def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> doc.Table:
         cells += ["-" if row.step is None else str(row.step)] * has_steps
         cells += [str(row.rung)] * has_rungs
         if has_parents:
-            cells += ["-" if one is None else str(one) for one in (row.generation, row.parent)]
+            cells += ["-" if n is None else str(n) for n in (row.generation, row.parent)]
         spent = duration(row.seconds + view.running.get(row.number, 0.0))
         parameters = [parameter_text(row.parameters.get(name)) for name in view.parameters]
         note = row.failure or ("" if row.state == COMPLETE else row.state)
@@ -190,7 +190,7 @@ def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> doc.Table:
             note += f" waits for {row.waits_for}: {percent(row.waits)}"
         style = _STYLES.get(row.state, "")
         found.append(doc.Row([*cells, str(row.ranks), spent, *parameters, note], style))
-    return doc.Table([*map(doc.Column, headings), doc.Column("", right=False)], found)
+    return doc.Table([*map(doc.Column, headings), *doc.columns("")], found)
 
 
 def failure_lines(view: TuningView) -> list[str]:
@@ -236,13 +236,11 @@ def gain_sentence(view: TuningView) -> str:
 
 def lineage_lines(view: TuningView) -> list[str]:
     """Return the trials that trained the best model one after the other, in a population."""
-    if len(view.best) != 1 or view.row(view.best[0]).generation is None:
+    if len(view.best) != 1 or view.rows[view.best[0]].generation is None:
         return []
     lines = []
     for row in view.ancestry(view.best[0]):
-        parameters = ", ".join(
-            f"{name} = {parameter_text(value)}" for name, value in row.parameters.items()
-        )
+        parameters = parameters_text(row)
         last = "-" if row.step is None else str(row.step)
         value = f"{view.metrics[0]} {value_text(row.last)}"
         lines.append(
@@ -254,9 +252,7 @@ def lineage_lines(view: TuningView) -> list[str]:
 def trial_sentence(row: TrialRow, view: TuningView) -> str:
     """Return a trial that ended or paused, in one line."""
     where = f"trial {row.number}"
-    parameters = ", ".join(
-        f"{name} = {parameter_text(value)}" for name, value in row.parameters.items()
-    )
+    parameters = parameters_text(row)
     if row.state == TRIAL_FAILED:
         return f"{where} failed ({row.failure}): {row.reason} ({parameters})"
     if row.state == COMPLETE:
@@ -275,6 +271,11 @@ def value_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
+def parameters_text(row: TrialRow) -> str:
+    """Return the parameters of a trial with their values."""
+    return ", ".join(f"{name} = {parameter_text(value)}" for name, value in row.parameters.items())
+
+
 def parameter_text(value: bool | int | float | str | None) -> str:
     """Return a value of a parameter."""
     if value is None:
@@ -282,3 +283,47 @@ def parameter_text(value: bool | int | float | str | None) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_WAITING = {
+    "input": (
+        "the next batch",
+        "paceline tune --pack SOURCE --stage DATASET packs and stages the input once for all "
+        "trials, or a faster loader: paceline diagnose with the command of this trial",
+    ),
+    "exchange": (
+        "other ranks and the exchange between them",
+        "fewer ranks for each trial: study.ranks; or paceline diagnose with the command of this "
+        "trial",
+    ),
+    "cores": ("a core", "study.cores = more, or fewer threads: trials share the cores of the node"),
+}
+
+
+def wait_notes(rows: Sequence[TrialRow]) -> list[str]:
+    """Return a note for each kind of wait that takes a part of trials' time."""
+    notes = []
+    for kind, (what, hint) in _WAITING.items():
+        found = [row for row in rows if row.waits_for == kind]
+        if not found:
+            continue
+        most = max(found, key=lambda row: row.waits)
+        notes.append(
+            f"{counted(len(found), 'trial')} waited for {what}, trial {most.number} longest: "
+            f"{percent(most.waits)} of its ranks' time. HINT: {hint}"
+        )
+    return notes
+
+
+def batch_notes(rows: Sequence[TrialRow]) -> list[str]:
+    """Return a note with the bounds of the batch that the gradient noise scale gives."""
+    found = [row for row in rows if row.noise]
+    if not found:
+        return []
+    best = min(found, key=lambda row: row.noise[2] / max(row.noise[1], 1e-9))
+    samples, low, high = best.noise
+    return [
+        f"the gradient noise scale of trial {best.number} is {samples:,.0f} samples ({low:,.0f} to "
+        f"{high:,.0f}). A global batch far below it needs more steps in proportion, one far above "
+        "it gains little. HINT: choose the range of the batch around it"
+    ]

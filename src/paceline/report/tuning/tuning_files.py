@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,11 +12,16 @@ from ...cost.machine.write_toml import dumps
 from ..numbers import counted, finite
 from .tuning_view import TrialRow, TuningView
 
-FORMAT, VERSION = "paceline-tune", 1
 _FIXED = ("trial", "state")
 _LAST = (
     *("step", "last", "rung", "generation", "parent", "ranks", "seconds", "node_hours", "known"),
     *("failure", "reason"),
+)
+
+
+_JSON_FIELDS = (
+    *("rung", "generation", "parent", "ranks", "seconds", "node_hours", "failure", "reason"),
+    *("known", "waits_for", "waits"),
 )
 
 
@@ -39,11 +43,11 @@ def csv_text(view: TuningView) -> str:
     return text.getvalue()
 
 
-def json_text(view: TuningView) -> str:
-    """Return the study as JSON; numbers that are not finite are null."""
+def tuning_json(view: TuningView) -> dict[str, Any]:
+    """Return the study as a tree of JSON; numbers that are not finite are None."""
     tree = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": "paceline-tune",
+        "version": 1,
         "name": view.name,
         "journal": view.journal,
         "command": view.command,
@@ -58,7 +62,8 @@ def json_text(view: TuningView) -> str:
         "trials": [_trial(row) for row in view.rows],
         "notes": list(view.notes),
     }
-    return json.dumps(finite(tree), indent=1, allow_nan=False) + "\n"
+    found: dict[str, Any] = finite(tree)
+    return found
 
 
 def best_text(view: TuningView) -> str:
@@ -74,7 +79,7 @@ def best_text(view: TuningView) -> str:
             f"the study {view.name} has {len(view.metrics)} metrics, and no single best trial. "
             "HINT: --csv FILE has all trials; --show marks those of the Pareto front"
         )
-    row = view.row(view.best[0])
+    row = view.rows[view.best[0]]
     lines = [
         f"# Best of {len(view.rows)} trials of the study {view.name}: trial {row.number}, "
         f"{view.metrics[0]} = {row.values[0]!r}"
@@ -86,34 +91,22 @@ def best_text(view: TuningView) -> str:
     lines.append("# It changed its parameters during the training: first and last epoch of each.")
     schedule = [
         {
-            "first": one.first_step + 1,
-            "last": one.step or 0,
-            "trial": one.number,
-            "parameters": one.parameters,
+            "first": trial.first_step + 1,
+            "last": trial.step or 0,
+            "trial": trial.number,
+            "parameters": trial.parameters,
         }
-        for one in view.ancestry(row.number)
+        for trial in view.ancestry(row.number)
     ]
     return "\n".join(lines) + "\n" + dumps({"schedule": schedule})
 
 
 def _trial(row: TrialRow) -> dict[str, Any]:
     return {
-        "number": row.number,
-        "state": row.state,
-        "parameters": row.parameters,
+        **{name: getattr(row, name) for name in ("number", "state", "parameters")},
         "values": list(row.values),
         "intermediate": [[step, value] for step, value in sorted(row.intermediate.items())],
-        "rung": row.rung,
-        "generation": row.generation,
-        "parent": row.parent,
-        "ranks": row.ranks,
-        "seconds": row.seconds,
-        "node_hours": row.node_hours,
-        "failure": row.failure,
-        "reason": row.reason,
-        "known": row.known,
-        "waits_for": row.waits_for,
-        "waits": row.waits,
+        **{name: getattr(row, name) for name in _JSON_FIELDS},
         "noise_scale": list(row.noise) or None,
         "started": row.started,
     }

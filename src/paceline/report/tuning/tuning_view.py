@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 MAX = "max"
 
 # States of a trial.
-WAITING, RUNNING, PAUSED, COMPLETE, STOPPED, FAILED = (
-    *("waiting", "running", "paused"),
-    *("complete", "stopped", "failed"),
-)
+WAITING, RUNNING, PAUSED = "waiting", "running", "paused"
+COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,6 @@ class TuningView:
     def count(self, state: str) -> int:
         """Return the number of trials in a state."""
         return sum(row.state == state for row in self.rows)
-
-    def row(self, number: int) -> TrialRow:
-        """Return a trial by its number."""
-        return self.rows[number]
 
     def ancestry(self, number: int) -> list[TrialRow]:
         """Return the trials that trained a trial's model one after the other; itself is last."""

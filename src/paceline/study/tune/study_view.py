@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...report.tuning.advice import batch_notes, wait_notes
+from ...report.tuning.tuning_document import batch_notes, wait_notes
 from ...report.tuning.tuning_view import (
     COMPLETE,
     FAILED,

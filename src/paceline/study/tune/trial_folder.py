@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from ...record.trial_reports import Answer, Report, read_from
-from ...report.verdict.verdict import UNCERTAIN
+from ...report.verdict import UNCERTAIN
 from ...security.files import InvalidFileError, open_regular
 from ...security.removal import REMOVED_PREFIX, TemporaryFolder, remove_from_marked
 from ...security.schema import read_json

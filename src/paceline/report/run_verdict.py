@@ -3,14 +3,14 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...analyze.diagnosis.evidence import MIN_SHARE
-from ...analyze.figures.losses import Loss
-from ...analyze.figures.memory import MemoryGrowth
-from ...analyze.figures.report import Report
-from ...analyze.figures.stalls import STILL
-from ..numbers import counted, duration, percent
-from ..sentences import doing, first_end, memory_sentence, pipeline_remedy, place, sentence
-from ..state_names import state_name
+from ..analyze.diagnosis.evidence import MIN_SHARE
+from ..analyze.figures.losses import Loss
+from ..analyze.figures.memory import MemoryGrowth
+from ..analyze.figures.report import Report
+from ..analyze.figures.stalls import STILL
+from .figure_names import state_name
+from .numbers import counted, duration, percent
+from .sentences import doing, first_end, memory_sentence, pipeline_remedy, place, sentence
 from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, rank_options, with_comment
 
 MIN_CONFIDENCE = 0.8  # below it, a verdict is uncertain
@@ -65,27 +65,27 @@ def verdict_of_run(report: Report) -> Verdict:
         if topics:
             largest = max(topics[0].losses, key=lambda loss: loss.share)
             why = f"the largest loss is {percent(topics[0].share)}: {sentence(largest, report)}"
-        said = f"No loss takes {100 * MIN_SHARE:.0f} % of the ranks' time or more: {useful}."
+        verdict = f"No loss takes {100 * MIN_SHARE:.0f} % of the ranks' time or more: {useful}."
         experiment = "measures what a record cannot show: whether the computation is slow"
-        return Verdict(
-            in_doubt(said, doubt), begin_sentence(why), with_comment(command, experiment)
-        )
+        action = with_comment(command, experiment)
+        return Verdict(in_doubt(verdict, doubt), begin_sentence(why), action)
     topic = topics[0]
     largest = max(topic.losses, key=lambda loss: loss.share)
-    said = f"{percent(topic.share)} of the ranks' time is lost to {_lost_to(topic, report)}"
-    said += f"{_sum_by_state(topic, report)}."
+    verdict = f"{percent(topic.share)} of the ranks' time is lost to {_lost_to(topic, report)}"
+    verdict += f"{_sum_by_state(topic, report)}."
     why = begin_sentence(sentence(largest, report))
     if len(topic.losses) > 1:
         why = f"The largest part, {percent(largest.share)}: {sentence(largest, report)}"
-    return Verdict(in_doubt(said, doubt), why, _next(topic, report, command))
+    return Verdict(in_doubt(verdict, doubt), why, _next(topic, report, command))
 
 
 def verdict_of_growth(grown: list[MemoryGrowth], command: str) -> Verdict:
     """Return the verdict on memory that ends the job; command: What to run next."""
-    hours = min(one.hours_left for one in grown if one.hours_left is not None)
+    hours = min(growth.hours_left for growth in grown if growth.hours_left is not None)
     left = duration(3600 * hours)
-    said = f"The {grown[0].kind} memory grows, and ends the job in about {left}."
-    return Verdict(said, begin_sentence(memory_sentence(grown)), with_comment(command, _WHAT_GROWS))
+    verdict = f"The {grown[0].kind} memory grows, and ends the job in about {left}."
+    why = begin_sentence(memory_sentence(grown))
+    return Verdict(verdict, why, with_comment(command, _WHAT_GROWS))
 
 
 def run_json(report: Report, guard: dict[str, Any] | None = None) -> str:
@@ -115,7 +115,7 @@ def _sum_by_state(topic: _Topic, report: Report) -> str:
         shares[loss.kind] = shares.get(loss.kind, 0.0) + loss.share
     if len(shares) < 2:
         return ""
-    ordered = sorted(shares.items(), key=lambda one: -one[1])
+    ordered = sorted(shares.items(), key=lambda entry: -entry[1])
     parts = (f"{state_name(report, kind)} {percent(share)}" for kind, share in ordered)
     return f" ({' + '.join(parts)})"
 
@@ -156,20 +156,21 @@ def _doubt(report: Report) -> str:
 def _without_steps(report: Report) -> Verdict:
     """Return why a run has no measured steps, and what to do."""
     steps = "No optimizer step was" if report.steps == 0 else "Fewer than two steps were"
-    said = f"{steps} recorded: too few to measure where the time went."
+    verdict = f"{steps} recorded: too few to measure where the time went."
     failed = next((doubt for doubt in report.doubts if " failed" in doubt), None)
     if failed is not None:
-        return Verdict(said, begin_sentence(failed), "correct this error, and run the script again")
+        correct = "correct this error, and run the script again"
+        return Verdict(verdict, begin_sentence(failed), correct)
     if report.missing_ranks or report.lost_events:
-        return Verdict(said, begin_sentence(report.doubts[0]), _AGAIN)
+        return Verdict(verdict, begin_sentence(report.doubts[0]), _AGAIN)
     if report.steps:
         why = f"the script made {counted(report.steps, 'step')}, and the first one is warm-up"
-        return Verdict(said, begin_sentence(why), "let the script train for 20 steps or more")
+        return Verdict(verdict, begin_sentence(why), "let the script train for 20 steps or more")
     why = (
         "no rank called step() of a torch optimizer or model.fit of Keras, or the script ended "
         "before its first step"
     )
-    return Verdict(said, begin_sentence(why), _COUNTED_STEPS)
+    return Verdict(verdict, begin_sentence(why), _COUNTED_STEPS)
 
 
 _WHAT_GROWS = (

@@ -30,7 +30,12 @@ class Verdict:
 
 def begin_sentence(text: str) -> str:
     """Return the text with a capital letter at the start and a full stop at the end."""
-    return end_sentence(text[:1].upper() + text[1:])
+    return end_sentence(capitalized(text))
+
+
+def capitalized(text: str) -> str:
+    """Return the text with a capital letter at the start; the others remain as they are."""
+    return text[:1].upper() + text[1:]
 
 
 def end_sentence(text: str) -> str:

@@ -1,1 +1,0 @@
-"""The three sentences that every report begins with: verdict, why, next."""
