@@ -69,16 +69,7 @@ def make_report(
     """
     step_range = _parse_step_range(steps) if steps is not None else None
     every = [*baseline, *folders]
-    if timeline is not None and len(every) > 1:
-        raise ValueError(
-            f"--timeline takes one record; {len(every)} are given. HINT: run paceline report "
-            "once per record"
-        )
-    if html is not None and len(baseline) and len(every) > 2:
-        raise ValueError(
-            f"--html compares two records; {len(every)} are given. HINT: give one --baseline and "
-            "one DIR"
-        )
+    _check_number(len(every), html is not None and len(baseline) > 0, timeline is not None)
     machine_facts = load_machine(machine) if machine is not None else None
     examined = [analyse_with_window(load(folder), step_range, machine_facts) for folder in every]
     if machine_facts is not None and not any(run.report.work for run in examined):
@@ -119,6 +110,20 @@ def make_report(
         rows = [asdict(scale) for scale in scaling(reports)]
         return ReportOutput(_to_json("paceline-scaling", reports, rows))
     return ReportOutput(_render(lambda _: draw_panel(comparison.scaling_document(reports))))
+
+
+def _check_number(records: int, is_compared_on_page: bool, has_timeline: bool) -> None:
+    """Raise ValueError if a file can't show so many records."""
+    if has_timeline and records > 1:
+        raise ValueError(
+            f"--timeline takes one record; {records} are given. HINT: run paceline report once per "
+            "record"
+        )
+    if is_compared_on_page and records > 2:
+        raise ValueError(
+            f"--html compares two records; {records} are given. HINT: give one --baseline and one "
+            "DIR"
+        )
 
 
 def _comparison_json(before: Reports, after: Reports, gate: Gate | None) -> str:

@@ -175,7 +175,10 @@ def troubles(report: Report) -> list[str]:
     """Explain each standstill and stall, the longest first; count those beyond MAX_TROUBLES."""
     troubles: list[Standstill | Stall] = [*report.stood_still, *report.stalled]
     troubles.sort(key=lambda trouble: -trouble.seconds)
-    lines = [_trouble_sentence(trouble, report) for trouble in troubles[:MAX_TROUBLES]]
+    lines = [
+        _stall_sentence(halt) if isinstance(halt, Stall) else _standstill_sentence(halt, report)
+        for halt in troubles[:MAX_TROUBLES]
+    ]
     more = troubles[MAX_TROUBLES:]
     if more:
         stalls = sum(isinstance(trouble, Stall) for trouble in more)
@@ -187,12 +190,6 @@ def troubles(report: Report) -> list[str]:
         longest = duration(more[0].seconds)
         lines.append(f"And {' and '.join(kinds)}, the longest of {longest} (--json)")
     return lines
-
-
-def _trouble_sentence(trouble: Standstill | Stall, report: Report) -> str:
-    if isinstance(trouble, Stall):
-        return _stall_sentence(trouble)
-    return _standstill_sentence(trouble, report)
 
 
 def _standstill_sentence(standstill: Standstill, report: Report) -> str:

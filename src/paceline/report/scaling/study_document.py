@@ -115,10 +115,7 @@ def _legend(factors: _Factors) -> str:
 
 
 def _sizes(
-    rows: Sequence[SizeRow],
-    factors: _Factors,
-    before: int,
-    running: Collection[Setup],
+    rows: Sequence[SizeRow], factors: _Factors, before: int, running: Collection[Setup]
 ) -> Iterator[doc.Block]:
     """Yield the table of a kind, and why sizes have no figures."""
     has_energy = any(row.energy for row in rows)
