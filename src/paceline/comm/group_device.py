@@ -33,4 +33,4 @@ def gather_equal(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     sent = exchangeable(tensor.contiguous(), group)
     found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, sent, group=group)
-    return [one.to(tensor.device) for one in found]
+    return [gathered.to(tensor.device) for gathered in found]

@@ -46,8 +46,8 @@ def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:
     found: list[type[ParallelStrategy]] = []
     dividing = [kind for kind in STRATEGIES if kind.divides(layout)]
     for kind in dividing:
-        is_done = any(kind.axes <= one.axes for one in found)
-        if not is_done and not any(kind.axes < one.axes for one in dividing):
+        is_done = any(kind.axes <= chosen.axes for chosen in found)
+        if not is_done and not any(kind.axes < other.axes for other in dividing):
             found.append(kind)  # else by one that divides more axes
     for axis in layout.divided_axes:
         if not any(axis in kind.axes for kind in found):

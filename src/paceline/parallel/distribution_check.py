@@ -67,9 +67,7 @@ class DistributionCheck:
         """Note the gradients of models that no forward has prepared for this backward."""
         self._unarmed.clear()
         if self.mode != "ignore":
-            self._unarmed += [
-                (one, _gradients_of(one)) for one in self._synchronized() if not one.is_armed
-            ]
+            self._unarmed += [(r, _gradients_of(r)) for r in self._synchronized() if not r.is_armed]
 
     def after_backward(self) -> None:
         """Report gradients that the backward has changed without an exchange; raises ValueError."""
@@ -92,11 +90,7 @@ class DistributionCheck:
     def _synchronized(self) -> list[FixedBuckets]:
         """Return the models whose next backward is to synchronize gradients."""
         replicas = [model.module for model in self._models if model.local_sgd is None]
-        return [
-            one
-            for one in replicas
-            if isinstance(one, FixedBuckets) and one.require_backward_grad_sync
-        ]
+        return [r for r in replicas if isinstance(r, FixedBuckets) and r.require_backward_grad_sync]
 
     def note_exchange(self, bucket: torch.Tensor) -> None:
         """Note that a backward reduces a bucket of a DistributedDataParallel model."""
@@ -141,7 +135,7 @@ class DistributionCheck:
         unused = [p for p in own if p.grad is None and id(p) not in names]
         if not unused:
             return
-        held = {id(p) for one in (optimizer, *others) for p in parameters_of(one)}
+        held = {id(p) for o in (optimizer, *others) for p in parameters_of(o)}
         left = [p for _, p in named if p.grad is not None and id(p) not in held]
         if left:
             self._say(

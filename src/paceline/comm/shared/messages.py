@@ -361,7 +361,7 @@ class Messages:
             self._accept()
             for inbox in self._inboxes.values():
                 while note := inbox.arrived():
-                    work = next((one for one in self._posted if _fits(one, note)), None)
+                    work = next((posted for posted in self._posted if _fits(posted, note)), None)
                     if work is None:
                         self._unmatched.append(note)
                     else:
@@ -521,8 +521,8 @@ _open: weakref.WeakSet[Messages] = weakref.WeakSet()
 def _flush_at_exit() -> None:
     """Let messages that have been sent arrive, unless this rank has failed."""
     if not hasattr(sys, "last_value"):
-        for one in list(_open):
-            one.flush()
+        for messages in list(_open):
+            messages.flush()
 
 
 def _fits(work: MessageWork, note: Note) -> bool:

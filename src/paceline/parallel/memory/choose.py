@@ -122,7 +122,7 @@ def predict_setup(
         predict=_predict,
     )
     if recompute is not None and recomputed is not None:
-        return [one for one in found if one.layout.recompute]
+        return [layout for layout in found if layout.layout.recompute]
     return found
 
 
@@ -152,12 +152,12 @@ def choose_for_all_ranks(
     except ValueError as error:
         answer = str(error)
     answers = gather(answer, str | tuple[int, list[LayoutMemory]])
-    problems = [one for one in answers if isinstance(one, str)]
+    problems = [answer for answer in answers if isinstance(answer, str)]
     if problems:
         raise ValueError(problems[0])
     limits, predictions = zip(*answers, strict=True)
     largest = [
-        max(of_layout, key=lambda one: one.memory.total)
+        max(of_layout, key=lambda layout: layout.memory.total)
         for of_layout in zip(*predictions, strict=True)
     ]
     return choose_layout(largest, min(limits))

@@ -88,7 +88,7 @@ class MemorySurvey:
     @property
     def device(self) -> torch.device:
         """The device of the largest model."""
-        entry = max(self._entries, key=lambda one: nbytes_of(one.setup.model))
+        entry = max(self._entries, key=lambda entry: nbytes_of(entry.setup.model))
         return entry.setup.device
 
     @property
@@ -100,7 +100,7 @@ class MemorySurvey:
         """The bytes that a rank may take: the script's budget, else what it has."""
         available = available_bytes(self.device, self.ranks_of_node)
         budgets = [e.limits.memory_budget for e in self._entries if e.limits.memory_budget]
-        return min((budget_bytes(one, self.device) for one in budgets), default=available)
+        return min((budget_bytes(budget, self.device) for budget in budgets), default=available)
 
     @property
     def problems(self) -> dict[Layout, str]:
@@ -235,11 +235,11 @@ class MemorySurvey:
             self.ranks_of_node if per_node else self.ranks,
             recompute=self._way,
             accumulate=accumulate,
-            allowed=[one for one in LAYOUTS if one not in self.problems],
+            allowed=[layout for layout in LAYOUTS if layout not in self.problems],
         )
         fixed = any(entry.limits.recompute in ("blocks", "selective") for entry in self._entries)
         if fixed and recomputed is not None:
-            found = [one for one in found if one.layout.recompute]
+            found = [layout for layout in found if layout.layout.recompute]
         self._show(found, self)
         raise SystemExit(0)
 

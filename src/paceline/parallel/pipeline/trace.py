@@ -436,7 +436,7 @@ class _Recording(TorchFunctionMode):
         changed = self._changed()
         of_model = {n for n, version in buffers.items() if named[n]._version != version}
         of_model |= self._sharing([self._tensors[n] for n in changed])
-        by_data = [one for one, version in self._data if one._version != version]
+        by_data = [tensor for tensor, version in self._data if tensor._version != version]
         of_model |= self._sharing([*by_data, *self._replaced])
         if not changed and not of_model and not any(torch.is_tensor(result) for result in results):
             return out

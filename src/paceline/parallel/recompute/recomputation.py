@@ -323,7 +323,7 @@ def _within_host_memory(blocks: list[list[Way]]) -> list[list[Way]]:
 def _device_of(output: Any) -> torch.device:
     """Return the device of the tensors; a GPU if any of them is on one."""
     devices = [leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _measure(block: Block, args: Any, options: Any) -> list[Way]:

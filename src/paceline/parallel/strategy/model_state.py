@@ -163,7 +163,7 @@ class OwnedState:
     def _owned(self, value: Any, axes: frozenset[str], part: Part | None, name: str) -> Any:
         """Return what this rank saves of a value of which ranks hold different parts, or None."""
         if is_sharded(value):
-            piece = piece_of(value, name, lambda one: self.mesh.copies_of(one, axes))
+            piece = piece_of(value, name, lambda tensor: self.mesh.copies_of(tensor, axes))
             if piece is None or part is None:
                 return piece
             # a shard of this rank's part

@@ -161,5 +161,5 @@ def _check(what: str, extent: int, blocks: int, ranks: int) -> None:
         of = f" in {blocks} blocks" if blocks > 1 else ""
         raise DivisionError(
             f"its {extent:,} {what}{of} can't be divided by {ranks} ranks (nearest: "
-            f"{' or '.join(f'{one:,}' for one in near)})"
+            f"{' or '.join(f'{extent_near:,}' for extent_near in near)})"
         )

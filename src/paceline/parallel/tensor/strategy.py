@@ -65,7 +65,7 @@ class TensorParallel(ParallelStrategy):
         other = f"zero{layout.zero}" if layout.zero else "pp" if layout.pp != 1 else ""
         if not other:
             self._found.kinds |= requested_modules(model, self._found.kinds)
-        tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
+        tokens = next((name for name, kind in self._found.kinds.items() if kind == SEQUENCE), None)
         if other and tokens is not None:
             raise ValueError(
                 f"world.distribute: rules: {tokens!r}: 'sequence' together with {other} is not "
