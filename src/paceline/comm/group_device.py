@@ -28,6 +28,11 @@ def exchangeable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor.to(types[0])  # the current GPU
 
 
+def device_of(group: Any = None) -> torch.device:
+    """Return the device of tensors that a group exchanges: the CPU, unless it is for GPUs only."""
+    return exchangeable(torch.empty(0), group).device
+
+
 def gather_equal(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """Return the tensors of all ranks, which have the same shape. Collective."""
     sent = exchangeable(tensor.contiguous(), group)

@@ -54,7 +54,7 @@ def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:
             text = str(layout.without_options)
             raise ValueError(
                 f"world.distribute: layout={text!r}: {axis} ({AXIS_WORDS[axis]}) is not "
-                f"implemented yet. HINT: layout={str(_without_axes(layout))!r}"
+                f"implemented yet. HINT: layout={str(Layout(zero=layout.zero))!r}"
             )
     return found
 
@@ -66,10 +66,6 @@ def strategies_for(request: DistributionRequest) -> list[ParallelStrategy]:
         ValueError: Nothing divides one of the layout's axes yet, or an option does not fit it.
     """
     return [kind(request) for kind in kinds_for(request.layout)]
-
-
-def _without_axes(layout: Layout) -> Layout:
-    return Layout(zero=layout.zero)
 
 
 def distribute_model(

@@ -288,8 +288,7 @@ def watch_parameters(model: DistributedModel) -> None:
             return  # some parameters are gathered
         found = list(_changes(before, _parameters(model.plain)))
         if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise ValueError(f"world.distribute: {found[0]}{more}. {HINT}")
+            raise ValueError(f"world.distribute: {found[0]}{_more(found)}. {HINT}")
 
     handle = model.called.register_forward_pre_hook(UncopiedHook(check), prepend=True)
 

@@ -5,11 +5,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tensor_threads import on_threads
 
-from paceline.parallel.tensor import rules
+from paceline.parallel.tensor.rules import layers, products  # noqa: F401 - registers them
 from paceline.parallel.tensor.split_tensor import SplitTensor
 from paceline.parallel.tensor.splits import Split, moved_split
-
-assert rules.RULES_OF
 
 
 class Of:

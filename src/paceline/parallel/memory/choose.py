@@ -21,7 +21,7 @@ from ...data.sampling.sample_order import preserve_random_states
 from ..distribute import kinds_for
 from ..placement import Autocast
 from ..recompute.recomputation import recompute_blocks
-from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
+from .setup import ForwardInputs, ModelSetup, copy_without_data
 from .trace import TrainingStep, trace_step
 
 
@@ -75,13 +75,13 @@ def _step_of(
             optimizer.zero_grad()
         model.zero_grad()
 
-    tensors = [t for t in tree_leaves(given and (given.args, given.options)) if is_tensor(t)]
+    tensors = [t for t in tree_leaves(given and (given.args, given.options)) if torch.is_tensor(t)]
     return TrainingStep([model], optimizers, tensors, run, setup.blocks)
 
 
 def sum_of(outputs: Iterable[Any]) -> torch.Tensor:
     """Return the sum of all elements of floating-point tensors with a gradient."""
-    sums = [t.sum().float() for t in outputs if is_tensor(t) and t.requires_grad]
+    sums = [t.sum().float() for t in outputs if torch.is_tensor(t) and t.requires_grad]
     if not sums:
         raise ValueError(
             "no output of the model depends on a parameter. HINT: give inputs of a training step"

@@ -13,7 +13,7 @@ from ...cost.layout_memory import LayoutMemory, largest_category, size_text
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import nbytes_of
 from ..memory_budget import available_bytes
-from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
+from .setup import ForwardInputs, ModelSetup, copy_without_data
 
 CPU_PHRASES = ("can't allocate memory", "not enough memory")  # of PyTorch's allocator, RuntimeError
 
@@ -116,7 +116,7 @@ def _smallest_change(
     rest = replace(now.memory, activations=0, temporary=0).total
     assert watched.inputs is not None
     leaves = tree_leaves((watched.inputs.args, watched.inputs.options))
-    sizes = [t.shape[0] for t in leaves if is_tensor(t) and t.dim()]
+    sizes = [t.shape[0] for t in leaves if torch.is_tensor(t) and t.dim()]
     count = int(sizes[0] * (available - rest) / by_batch) if sizes and by_batch else 0
     if 0 < count < (sizes[0] if sizes else 0):
         return f"use a batch of {count} instead of {sizes[0]} samples per rank"

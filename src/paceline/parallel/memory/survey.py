@@ -32,7 +32,7 @@ from ..memory_budget import available_bytes, budget_bytes
 from ..placement import Autocast, empty_as
 from ..recompute.recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
-from .setup import ModelSetup, ScriptLimits, is_tensor
+from .setup import ModelSetup, ScriptLimits
 from .trace import (
     TRACED_STEPS,
     StepTracker,
@@ -90,10 +90,6 @@ class MemorySurvey:
         """The device of the largest model."""
         entry = max(self._entries, key=lambda entry: nbytes_of(entry.setup.model))
         return entry.setup.device
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [entry.setup.model for entry in self._entries]
 
     @property
     def available_bytes(self) -> int:
@@ -175,12 +171,12 @@ class MemorySurvey:
         with self._mode:
             for state in optimizer.state.values():
                 for name, value in state.items():
-                    if is_tensor(value) and value.dim():
+                    if torch.is_tensor(value) and value.dim():
                         state[name] = empty_as(value, value.device)
         self._tracker.track_external(optimizer)
 
     def _before_forward(self, _: nn.Module, args: Any, options: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, options)) if is_tensor(leaf)]
+        inputs = [leaf for leaf in tree_leaves((args, options)) if torch.is_tensor(leaf)]
         self._tracker.track_external(*inputs)
         if not self._has_run:
             self._has_run = True

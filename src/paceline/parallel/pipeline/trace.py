@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...data.sampling.sample_order import preserve_random_states
 from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..placement import empty_as
+from ..strategy.training_step import call
 from .atoms import Atoms, tensors_by_name
 from .attributes import SIMPLE, Content, contents
 
@@ -227,7 +228,7 @@ class Skeleton:
             before = _states_of_others()
             try:
                 with self._unchanged(), self._intercepted(recording), recording:
-                    outputs = _call(self.model, tree_unflatten(fakes, spec))
+                    outputs = call(self.model, tree_unflatten(fakes, spec))
                 for name, state in _states_of_others().items():
                     if state != before[name]:
                         raise _TraceError(f"draws from {name} outside of a module", "", "")
@@ -544,12 +545,6 @@ def _check_leaves(leaves: list[Any]) -> None:
                 f"pipeline: the inputs contain a {type(leaf).__name__}. HINT: tensors, numbers and "
                 "texts, in tuples, lists and dicts, such as dict(batch)"
             )
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _line_of(frame: Any) -> str:

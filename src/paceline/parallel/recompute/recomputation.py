@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import names_in, recomputed_blocks
-from ..memory_budget import activation_bytes, free_bytes
+from ..memory_budget import GIB, activation_bytes, free_bytes
 from .host_activations import (
     MAX_LEAVING_BYTES,
     activations_on_host,
@@ -220,7 +220,6 @@ def _without_dominated(
     return found
 
 
-GIB = 1 << 30
 HOST_SHARE = 0.5  # of the host's free memory that activations may take
 LEAVING_SHARE = 0.125  # of the budget that copies to the host may hold
 

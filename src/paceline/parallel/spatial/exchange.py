@@ -69,9 +69,6 @@ class HaloTotals:
 halo_totals = HaloTotals()
 
 
-Segments = tuple[Rows, ...]
-
-
 @dataclass(frozen=True)
 class Line:
     """The ranks along one axis.
@@ -293,7 +290,7 @@ def rows_of(parts: Sequence[Rows]) -> list[Window]:
     return [Window(((a, b),) if a < b else (), 0, 0) for a, b in parts]
 
 
-def _overlaps(want: Segments, part: Rows) -> list[Rows]:
+def _overlaps(want: Sequence[Rows], part: Rows) -> list[Rows]:
     """Return the wanted rows that a rank holds."""
     cut = ((max(a, part[0]), min(b, part[1])) for a, b in want)
     return [(a, b) for a, b in cut if a < b]

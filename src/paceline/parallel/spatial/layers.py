@@ -241,8 +241,7 @@ def batch_norm(
     """Normalize each channel with the statistics of the whole batch."""
     check_positions(values, what="batch normalization")
     if not training:
-        given = (running_mean, running_var, weight, bias, False, momentum, eps)
-        return values.like(F.batch_norm(values.local, *given))
+        return values.like(func(values.local, running_mean, running_var, weight, bias, eps=eps))
     number = values.numel() // values.size(1)
     if number <= 1:
         raise ValueError(
@@ -380,8 +379,9 @@ def instance_norm(
     """Normalize each channel of each sample over all positions."""
     check_positions(values, what="instance normalization")
     if not use_input_stats:
-        given = (running_mean, running_var, weight, bias, False, momentum, eps)
-        return values.like(F.batch_norm(values.local, *given))
+        return values.like(
+            F.batch_norm(values.local, running_mean, running_var, weight, bias, eps=eps)
+        )
     if running_mean is not None:
         raise refused(
             "instance normalization with running statistics of a tensor",

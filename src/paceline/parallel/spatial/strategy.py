@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.group_device import exchangeable, gather_equal
+from ...comm.group_device import device_of, gather_equal
 from ...cost.layout import Layout
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import (
@@ -59,7 +59,7 @@ class SpatialDivision(Division):
 
     def __init__(self, model: nn.Module, groups: SpatialGroups, args: Any, options: Any) -> None:
         self.model, self.groups, self.args, self.options = model, groups, args, options
-        self.device = exchangeable(torch.zeros(1), groups.all).device.type
+        self.device = device_of(groups.all).type
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return gather_equal(tensor, self.groups.all)

@@ -366,10 +366,8 @@ def interpolate(
     shape = whole_shape(func, values, *given)
     check_positions(values)
     count = values.dim() - 2
-    factors = [None] * count
-    if scale_factor is not None and not recompute_scale_factor:
-        is_number = isinstance(scale_factor, (int, float))
-        factors = [scale_factor] * count if is_number else list(scale_factor)
+    is_scaled = scale_factor is not None and not recompute_scale_factor
+    factors = _factors(scale_factor, count) if is_scaled else [None] * count
     local, parts = values.local, dict(values.parts)
     for dim, partition in values.parts.items():
         new = partition.scaled(shape[dim])
@@ -381,7 +379,7 @@ def interpolate(
     if 0 in wanted:
         return values.like(empty_result([local], wanted), parts)
     if any(shape[dim] != values.size(dim) for dim in others):
-        if scale_factor is not None and not recompute_scale_factor:
+        if is_scaled:
             rest: dict[str, Any] = {
                 "scale_factor": tuple(
                     1.0 if i + 2 in parts else float(factors[i] or 1.0) for i in range(count)
@@ -395,12 +393,15 @@ def interpolate(
     return values.like(local, parts)
 
 
+def _factors(scale_factor: Any, count: int) -> list[Any]:
+    return [scale_factor] * count if isinstance(scale_factor, (int, float)) else list(scale_factor)
+
+
 def _target(values: SplitTensor, size: Any, scale_factor: Any) -> tuple[int, ...]:
     count = values.dim() - 2
     if size is not None:
         return (size,) * count if isinstance(size, int) else tuple(size)
-    is_number = isinstance(scale_factor, (int, float))
-    factors = [scale_factor] * count if is_number else list(scale_factor)
+    factors = _factors(scale_factor, count)
     return tuple(math.floor(n * f) for n, f in zip(values.shape[2:], factors, strict=True))
 
 

@@ -30,18 +30,19 @@ def _linear_rows(layer: nn.Linear, ranks: int, blocks: int) -> Splits:
     return {"weight": Split(1, blocks)}
 
 
-def _embedding_rows(layer: nn.Embedding, ranks: int, blocks: int) -> Splits:
+def _embedding(layer: nn.Embedding, ranks: int, dim: int) -> Splits:
     if layer.max_norm is not None:
         raise DivisionError("it has max_norm, which changes the weight in forward")
-    _check("rows", layer.num_embeddings, 1, ranks)
-    return {"weight": Split(0)}
+    _check(("rows", "columns")[dim], (layer.num_embeddings, layer.embedding_dim)[dim], 1, ranks)
+    return {"weight": Split(dim)}
+
+
+def _embedding_rows(layer: nn.Embedding, ranks: int, blocks: int) -> Splits:
+    return _embedding(layer, ranks, 0)
 
 
 def _embedding_columns(layer: nn.Embedding, ranks: int, blocks: int) -> Splits:
-    if layer.max_norm is not None:
-        raise DivisionError("it has max_norm, which changes the weight in forward")
-    _check("columns", layer.embedding_dim, 1, ranks)
-    return {"weight": Split(1)}
+    return _embedding(layer, ranks, 1)
 
 
 def _out_channels(layer: _ConvNd, ranks: int, blocks: int) -> Splits:

@@ -16,11 +16,11 @@ from ..divided.module_names import note_names
 from ..optimizer_check import check_steps_of_pieces
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import rules as rules  # registers them
 from .exchange import TensorAxis, scattered
 from .kinds import SEQUENCE, parse_kind, splits_of
 from .layer_rules import FoundRules, find_rules, kinds_from_rules
 from .parameters import Views, cut_states, divide_module
+from .rules import layers, products  # noqa: F401 - registers them
 from .split_tensor import SplitTensor
 from .splits import Split
 from .tensor_parallel_model import TensorParallelModel

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  # noqa: N812
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ...comm.group_device import device_of
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import (
     DividedModelError,
@@ -169,7 +170,7 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
             expected = func(*given, **named)
         worst, where, precision = _differences(axis, found, expected, split, plain)
     limit = TOLERANCES.get(precision, 1e-4)
-    numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis)))
+    numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=device_of(axis.group)))
     largest = max(float(number) for number in numbers)
     if not largest <= limit:
         raise DividedModelError(
@@ -179,12 +180,6 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
             "paceline.Layout(rules={...})"
         )
     return largest
-
-
-def axis_device_of(axis: TensorAxis) -> str:
-    """Return a type of device that the group of an axis exchanges."""
-    types = [device.type for device in axis.group._device_types]
-    return "cpu" if not types or "cpu" in types else types[0]
 
 
 def _differences(
@@ -287,7 +282,7 @@ class TensorDivision(Division):
     def __init__(self, model: nn.Module, views: Views, forward: Callable[[], Any]) -> None:
         self.model, self.views, self.forward = model, views, forward
         self.axis = views.axis
-        self.device = axis_device_of(self.axis)
+        self.device = device_of(self.axis.group).type
         self.operations = Comparison()
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
