@@ -18,7 +18,6 @@ from ...cost.layout_memory import (
     predict_layouts,
 )
 from ...data.sampling.sample_order import preserve_random_states
-from ..distribute import kinds_for
 from ..placement import Autocast
 from ..recompute.recomputation import recompute_blocks
 from .setup import ForwardInputs, ModelSetup, copy_without_data
@@ -119,16 +118,10 @@ def predict_setup(
         recompute=recompute or "blocks",
         accumulate=setup.accumulate,
         allowed=allowed,
-        predict=_predict,
     )
     if recompute is not None and recomputed is not None:
         return [layout for layout in found if layout.layout.recompute]
     return found
-
-
-def _predict(step: StepMemory, layout: Layout, ranks: int, accumulate: int) -> LayoutMemory:
-    """Return the peak as the layout's last strategy predicts it: shards or replicas."""
-    return kinds_for(layout)[-1].predict_memory(step, layout, ranks, accumulate=accumulate)
 
 
 def choose_for_all_ranks(

@@ -154,7 +154,6 @@ class SpatialParallel(ParallelStrategy):
     """Parts of each sample on ranks; a replica of the model on each rank, or a shard of it."""
 
     axes = frozenset({"d", "h", "w", "dp"})
-    unpredicted = "activations are divided, parameters are not"
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)
