@@ -77,20 +77,7 @@ def open_hierarchy(
     hosts; RuntimeError of torch's store if a rank is missing.
     """
     own_links, no_link_reason = _own_links()
-    rack, mistake = _own_rack()
-    own = {
-        "host": memory.sharing_domain(),
-        "name": socket.gethostname(),
-        "rack": rack,
-        "mistake": mistake,
-        "algorithm": os.environ.get(ALGORITHM_VARIABLE, CHEAPEST),
-        "links": [link.interface for link in own_links],
-        "mbit": [
-            os.environ.get(LINK_MBIT_VARIABLE) or link.speed or DEFAULT_LINK_MBIT
-            for link in own_links
-        ],
-    }
-    all_ranks = _all_gather_json(store, "who", rank, size, own)
+    all_ranks = _all_gather_json(store, "who", rank, size, _own_facts(own_links))
     if mistakes := [facts["mistake"] for facts in all_ranks if facts["mistake"]]:
         raise ValueError(mistakes[0])
     speeds = [
@@ -136,6 +123,21 @@ def open_hierarchy(
         wire = Wire(len(placement.ranks_by_host), placement.host_index, fds, kernel.broken_address)
     failure = FailureAgreement(store, placement, connections, names)
     return HierarchicalKernel(placement, kernel, wire, link, failure, algorithm), ""
+
+
+def _own_facts(links: list[Link]) -> dict[str, Any]:
+    """Return what the other ranks have to know of this one."""
+    rack, mistake = _own_rack()
+    speeds = [os.environ.get(LINK_MBIT_VARIABLE) or each.speed for each in links]
+    return {
+        "host": memory.sharing_domain(),
+        "name": socket.gethostname(),
+        "rack": rack,
+        "mistake": mistake,
+        "algorithm": os.environ.get(ALGORITHM_VARIABLE, CHEAPEST),
+        "links": [each.interface for each in links],
+        "mbit": [speed or DEFAULT_LINK_MBIT for speed in speeds],
+    }
 
 
 def _close(kernel: Any, reason: str) -> str:

@@ -28,7 +28,7 @@ def exchangeable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor.to(types[0])  # the current GPU
 
 
-def device_of(group: Any = None) -> torch.device:
+def device_of(group: Any) -> torch.device:
     """Return the device of tensors that a group exchanges: the CPU, unless it is for GPUs only."""
     return exchangeable(torch.empty(0), group).device
 

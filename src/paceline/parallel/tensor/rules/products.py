@@ -91,7 +91,7 @@ def linear(func: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -
         return NO_RULE
     batch = [("batch", i) for i in range(x.dim() - 1)]
     labels: list[Labels] = [(*batch, "in"), ("out", "in")]
-    return _with_bias((x, weight), labels, (*batch, "out"), bias, "out", F.linear, -1, summed)
+    return _with_bias((x, weight), labels, (*batch, "out"), bias, F.linear, -1, summed)
 
 
 def _with_bias(
@@ -99,7 +99,6 @@ def _with_bias(
     labels: list[Labels],
     result: Labels,
     bias: Any,
-    out: str,
     compute: Callable[..., torch.Tensor],
     dim: int,
     add: Callable[[torch.Tensor, TensorAxis], torch.Tensor] = total,
@@ -116,7 +115,7 @@ def _with_bias(
         shape = [1] * found.dim()
         shape[dim] = -1
         return found + whole.view(shape)
-    return contract(compute, (*operands, bias), [*labels, (out,)], result, _FIXED)
+    return contract(compute, (*operands, bias), [*labels, ("out",)], result, _FIXED)
 
 
 _FEATURES = ("in", "out")
@@ -157,7 +156,7 @@ def convolution(
         ("batch", "in", *places),
         (*channels, *(f"k{i}" for i in range(weight.dim() - 2))),
     ]
-    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, "out", compute, 1)
+    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, compute, 1)
 
 
 def _grouped(compute: Any, x: Any, weight: Any, bias: Any, given: dict[str, Any]) -> Any:
