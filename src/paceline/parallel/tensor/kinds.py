@@ -67,8 +67,6 @@ def _in_channels(layer: _ConvNd, ranks: int, blocks: int) -> Splits:
 def _norm_channels(layer: _NormBase, ranks: int, blocks: int) -> Splits:
     if not isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats:
         raise DivisionError("its running statistics are updated outside of its channels' rule")
-    if type(layer) is nn.SyncBatchNorm:
-        raise DivisionError("it is synchronized over ranks")
     _check("channels", layer.num_features, 1, ranks)
     return {name: Split(0) for name in ("weight", "bias", "running_mean", "running_var")}
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...cost.layout import AXIS_WORDS, Layout
 from ...knobs.knob import KnobResult
+from ...optim.norms import GlobalBatchNorm
 from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..divided.module_names import note_names
@@ -57,6 +58,13 @@ class TensorParallel(ParallelStrategy):
                 "world.distribute: a compiled model can't be divided over the tensor axis. HINT: "
                 "world.distribute(model, ...) without torch.compile"
             )
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.SyncBatchNorm, GlobalBatchNorm)):
+                raise ValueError(
+                    f"world.distribute: layout={str(layout.without_options)!r}: {name} is a "
+                    f"{type(module).__name__}, which would count the samples that ranks of the "
+                    "tensor axis share several times. HINT: nn.BatchNorm2d with norm='local'"
+                )
         rules = self.request.layout.rule_pairs
         if rules:
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
