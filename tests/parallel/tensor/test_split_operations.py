@@ -360,6 +360,7 @@ def test_what_is_refused():
         for function in (
             lambda: x.cumsum_(1),
             lambda: x.__setitem__((0, 1), 3.0),
+            lambda: x.__setitem__(((1, 0), slice(None)), 3.0),  # rows 1 and 0
             lambda: torch.add(x, x, out=x),
             lambda: x.data_ptr(),
             lambda: torch.autograd.grad(x.sum(), x),

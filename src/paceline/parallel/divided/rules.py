@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -218,6 +219,9 @@ def item(func: Any, x: DividedTensor, index: Any) -> Any:
 
 def assigned(func: Any, x: DividedTensor, index: Any, value: Any) -> Any:
     """Assign to an index with numbers and slices; those of divided dims take everything."""
+    # of other indices, such as a tuple of positions, ``item`` returns a copy
+    if any(not isinstance(key, (slice, Integral, type(None))) for key in index_items(x, index)):
+        return NO_RULE
     found = item(T.__getitem__, x, index)
     if found is NO_RULE:
         return NO_RULE
