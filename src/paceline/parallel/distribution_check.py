@@ -205,12 +205,12 @@ def unsharded_loaders_in_use() -> list[str]:
     ones, which may divide the samples between ranks.
     """
     found = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), _BaseDataLoaderIter):
-            batches = getattr(thing, "_index_sampler", None)  # None: still in its constructor
+    for value in gc.get_objects():
+        if issubclass(type(value), _BaseDataLoaderIter):
+            batches = getattr(value, "_index_sampler", None)  # None: still in its constructor
             sampler = getattr(batches, "sampler", batches)
             if type(sampler) in (RandomSampler, SequentialSampler):
-                found.append(f"DataLoader({type(thing._dataset).__name__})")
+                found.append(f"DataLoader({type(value._dataset).__name__})")
     return found
 
 
@@ -222,9 +222,9 @@ def _is_handled(parameter: torch.Tensor) -> bool:
 
 def _modules() -> Iterator[nn.Module]:
     """Yield all modules of the process."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module):  # isinstance would ask proxies for their class
-            yield thing
+    for value in gc.get_objects():
+        if issubclass(type(value), nn.Module):  # isinstance would ask proxies for their class
+            yield value
 
 
 def _more(parameters: Sequence[object]) -> str:

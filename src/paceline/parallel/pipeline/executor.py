@@ -159,7 +159,8 @@ class Lane:
         """Send a message of tensors; they must not be changed in place before it has left."""
         flat = [tensor.detach().contiguous() for tensor in tensors]
         works = [
-            self._try(lambda t=one: dist.isend(t, self.peer, self.group, self.tag)) for one in flat
+            self._try(lambda t=tensor: dist.isend(t, self.peer, self.group, self.tag))
+            for tensor in flat
         ]
         self._sent.append(list(zip(works, flat, strict=True)))
 

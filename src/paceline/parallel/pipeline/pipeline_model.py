@@ -352,11 +352,11 @@ class PipelineModel(DistributedModel):
     def _check_grads(self, numbers: list[int]) -> None:
         if any(numbers):
             at = next(number for number in numbers if number)
-            name, one = list(self.skeleton.model.named_parameters())[at - 1]
+            name, parameter = list(self.skeleton.model.named_parameters())[at - 1]
             raise ValueError(
-                f"pipeline: requires_grad of {name} was {one.requires_grad} in world.distribute, "
-                "and has changed. HINT: set requires_grad before world.distribute, and begin "
-                "again from a checkpoint for the next phase"
+                f"pipeline: requires_grad of {name} was {parameter.requires_grad} in "
+                "world.distribute, and has changed. HINT: set requires_grad before "
+                "world.distribute, and begin again from a checkpoint for the next phase"
             )
 
     # a step

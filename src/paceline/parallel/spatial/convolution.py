@@ -185,8 +185,8 @@ class _Halves:
 
     def join(self, both: torch.Tensor) -> torch.Tensor:
         """Return the output from its halves."""
-        twice = 2 * self.half - self.outputs
-        second = both[1:].narrow(self.dim, twice, self.half - twice)
+        overlap = 2 * self.half - self.outputs
+        second = both[1:].narrow(self.dim, overlap, self.half - overlap)
         return torch.cat([both[:1], second], self.dim)
 
     def cut(self, gradient: torch.Tensor) -> torch.Tensor:

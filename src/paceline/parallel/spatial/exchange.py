@@ -453,8 +453,8 @@ def _redivided(
             incoming[peer] = local.new_empty(shape)
     kept = blocks.pop(line.place)
     outgoing = {peer: block.contiguous() for peer, block in blocks.items() if block.numel()}
-    came = {peer: block for peer, block in incoming.items() if block.numel()}
-    received = {line.place: kept} | incoming | Transfer(outgoing, came, line, name).wait()
+    arriving = {peer: block for peer, block in incoming.items() if block.numel()}
+    received = {line.place: kept} | incoming | Transfer(outgoing, arriving, line, name).wait()
     return torch.cat([received[peer] for peer in range(rows.ranks)], old)
 
 

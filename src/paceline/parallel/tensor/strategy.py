@@ -238,16 +238,17 @@ def divide_tokens(module: nn.Module, name: str, views: Views, say: Callable[[str
     Args:
         say: Called once with a line if the module gets tokens that can't be divided.
     """
-    said: list[str] = []
+    is_said = False
 
     def before(_: nn.Module, args: Any) -> Any:
+        nonlocal is_said
         x = args[0] if args else None
         if views.are_whole or isinstance(x, SplitTensor) or not isinstance(x, torch.Tensor):
             return None
         axis, split = views.axis, Split(TOKEN_DIM)
         if x.dim() != 3 or not split.divides(x.shape[TOKEN_DIM], axis.size):
-            if not said:
-                said.append(name)
+            if not is_said:
+                is_said = True
                 say(_undivided(name, tuple(x.shape), axis.size))
             return None
         return SplitTensor.of(scattered(x, split, axis), split, axis), *args[1:]
