@@ -78,12 +78,7 @@ def export_model(
         )
     if os.path.lexists(dest):
         raise ValueError(f"{dest} exists. HINT: remove it, or choose another name")
-    folder, step, state = _model_state(source, model)
-    state = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
-    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor | SavedTensor)}
-    if not tensors:
-        under = f" whose names begin with {prefix}" if prefix else ""
-        raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
+    folder, step, tensors, left_out = _tensors_of(source, model, prefix)
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             _check_layout(name, tensor, dest)
@@ -100,7 +95,6 @@ def export_model(
         }  # tied weights stay tied
         size = write_tensors(dest, {name: copies[id(tensor)] for name, tensor in tensors.items()})
     elements = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
-    left_out = [name for name in state if name not in tensors]
     return ExportReport(str(folder), step, len(tensors), elements, size, left_out)
 
 
@@ -119,16 +113,21 @@ def load_model_state(
     """
     if not os.path.lexists(source):
         raise ValueError(f"{source} does not exist. HINT: the checkpoint=... of world.epochs")
-    folder, step, state = _model_state(source, number)
-    tensors = {
-        name.removeprefix(prefix): whole(tensor)
-        for name, tensor in state.items()
-        if isinstance(tensor, torch.Tensor | SavedTensor) and name.startswith(prefix)
-    }
+    folder, step, tensors, _ = _tensors_of(source, number, prefix)
+    return folder, step, {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors_of(
+    source: Path, model: int | None, prefix: str
+) -> tuple[Path, int | None, dict[str, torch.Tensor | SavedTensor], list[str]]:
+    """Return folder or file, training step, tensors, and names of values that are no tensors."""
+    folder, step, state = _model_state(source, model)
+    state = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor | SavedTensor)}
     if not tensors:
         under = f" whose names begin with {prefix}" if prefix else ""
         raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
-    return folder, step, tensors
+    return folder, step, tensors, [name for name in state if name not in tensors]
 
 
 def _model_state(source: Path, model: int | None) -> tuple[Path, int | None, Mapping[str, Any]]:

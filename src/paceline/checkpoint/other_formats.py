@@ -27,7 +27,7 @@ from ..security.folders import NewFile
 from ..security.schema import load_json
 from .manifest import DamagedCheckpointError, check_archive, map_archive, name_damage
 from .pickle_stack import HANDLERS, GlobalName, Handler, PickleError, PickleStack
-from .sharded_tensor import Index, Piece, PieceError, SavedTensor
+from .sharded_tensor import Index, Piece, PieceError, SavedTensor, is_index
 
 MAX_HEADER_BYTES = 100_000_000  # that readers accept
 MAX_PARSED_HEADER_BYTES = 512 << 20  # some 400,000 tensors
@@ -393,7 +393,7 @@ def load_dcp(folder: Path) -> dict[str, SavedTensor]:
             continue
         tensor = _read_piece(folder, place)
         offset = at if at is not None else (0,) * tensor.dim()
-        if info.get("transform_descriptors") or not _is_index(offset):
+        if info.get("transform_descriptors") or not is_index(offset):
             raise DamagedCheckpointError(path, f"has a compressed or invalid piece of {name}")
         piece: Piece = {"shape": tensors[name], "offset": offset, "tensor": tensor}
         pieces.setdefault(name, []).append(piece)
@@ -418,7 +418,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, Index], dict[Record, Record]]:
                 raise PickleError("an entry or the index of a piece is no record")
             sizes = {name: entry.get("size") for name, entry in entries.items()}
             shapes = {name: size for name, size in sizes.items() if size is not None}
-            if not all(isinstance(name, str) and _is_index(size) for name, size in shapes.items()):
+            if not all(isinstance(name, str) and is_index(size) for name, size in shapes.items()):
                 raise PickleError("a tensor has an invalid name or size")
             return shapes, storage
         except PickleError as error:
@@ -438,7 +438,7 @@ def _place(info: Record, path: Path) -> Place:
     name, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name.startswith(".."):
         raise DamagedCheckpointError(path, f"names the file {name!r:.80}")
-    if not _is_index((offset, length)):
+    if not is_index((offset, length)):
         raise DamagedCheckpointError(path, f"has an invalid position in {name}")
     return Place(name, offset, length)
 
@@ -450,10 +450,6 @@ def _check_disjoint(places: list[Place], path: Path) -> None:
         overlaps = following.offset < place.offset + place.length or place == following
         if place.file == following.file and overlaps:
             raise DamagedCheckpointError(path, f"has two pieces in one place of {place.file}")
-
-
-def _is_index(value: Any) -> bool:
-    return type(value) is tuple and all(type(number) is int and number >= 0 for number in value)
 
 
 def _read_piece(folder: Path, place: Place) -> torch.Tensor:

@@ -48,10 +48,12 @@ def is_piece(value: Any) -> bool:
     tensor = value["tensor"]
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return False
-    return all(
-        type(index) is tuple and all(type(number) is int and number >= 0 for number in index)
-        for index in (value["shape"], value["offset"])
-    )
+    return is_index(value["shape"]) and is_index(value["offset"])
+
+
+def is_index(value: Any) -> bool:
+    """Return whether a value of a file is a shape or an offset."""
+    return type(value) is tuple and all(type(number) is int and number >= 0 for number in value)
 
 
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":

@@ -77,31 +77,18 @@ def open_hierarchy(
     hosts; RuntimeError of torch's store if a rank is missing.
     """
     own_links, no_link_reason = _own_links()
-    rack, mistake = _own_rack()
-    own = {
-        "host": memory.sharing_domain(),
-        "name": socket.gethostname(),
-        "rack": rack,
-        "mistake": mistake,
-        "algorithm": os.environ.get(ALGORITHM_VARIABLE, CHEAPEST),
-        "links": [one.interface for one in own_links],
-        "mbit": [
-            os.environ.get(LINK_MBIT_VARIABLE) or one.speed or DEFAULT_LINK_MBIT
-            for one in own_links
-        ],
-    }
-    all_ranks = _all_gather_json(store, "who", rank, size, own)
-    if mistakes := [one["mistake"] for one in all_ranks if one["mistake"]]:
+    all_ranks = _all_gather_json(store, "who", rank, size, _own_facts(own_links))
+    if mistakes := [facts["mistake"] for facts in all_ranks if facts["mistake"]]:
         raise ValueError(mistakes[0])
     speeds = [
-        [_parse_mbit(mbit) for mbit in one["mbit"]] or [DEFAULT_LINK_MBIT] for one in all_ranks
+        [_parse_mbit(mbit) for mbit in facts["mbit"]] or [DEFAULT_LINK_MBIT] for facts in all_ranks
     ]
     # one rank of the job, whichever groups there are
     if rank == 0 and (not names or names[0] == 0):
         _warn_uneven_links(all_ranks, speeds)
     max_rails = min(sum(max(1, round(mbit / MBIT_PER_RAIL)) for mbit in links) for links in speeds)
     columns = {
-        key: [one[key] for one in all_ranks] for key in ("host", "name", "rack", "algorithm")
+        key: [facts[key] for facts in all_ranks] for key in ("host", "name", "rack", "algorithm")
     }
     placement = place_ranks(columns["host"], columns["name"], rank, max_rails, columns["rack"])
     algorithms = [
@@ -132,10 +119,25 @@ def open_hierarchy(
         return None, _close(kernel, reason)
     wire = None
     if placement.local_rank < placement.num_connected:
-        fds = {host: one.fileno() for host, one in connections.sockets.items()}
+        fds = {host: s.fileno() for host, s in connections.sockets.items()}
         wire = Wire(len(placement.ranks_by_host), placement.host_index, fds, kernel.broken_address)
     failure = FailureAgreement(store, placement, connections, names)
     return HierarchicalKernel(placement, kernel, wire, link, failure, algorithm), ""
+
+
+def _own_facts(links: list[Link]) -> dict[str, Any]:
+    """Return what the other ranks have to know of this one."""
+    rack, mistake = _own_rack()
+    speeds = [os.environ.get(LINK_MBIT_VARIABLE) or each.speed for each in links]
+    return {
+        "host": memory.sharing_domain(),
+        "name": socket.gethostname(),
+        "rack": rack,
+        "mistake": mistake,
+        "algorithm": os.environ.get(ALGORITHM_VARIABLE, CHEAPEST),
+        "links": [each.interface for each in links],
+        "mbit": [speed or DEFAULT_LINK_MBIT for speed in speeds],
+    }
 
 
 def _close(kernel: Any, reason: str) -> str:
@@ -183,8 +185,8 @@ def _warn_uneven_links(all_ranks: list[dict[str, Any]], speeds: list[list[float]
         return
     _uneven_links_reported = True
     slow = {
-        f"{one['name']} ({', '.join(one['links'])}) {min(mbit):,.0f}"
-        for one, mbit in zip(all_ranks, speeds, strict=True)
+        f"{facts['name']} ({', '.join(facts['links'])}) {min(mbit):,.0f}"
+        for facts, mbit in zip(all_ranks, speeds, strict=True)
         if fastest >= UNEVEN_LINK_RATIO * min(mbit)
     }
     notify(
@@ -231,27 +233,27 @@ def _connect_peers(
 def _all_gather_json(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
     """Return the ``value`` of every rank."""
     store.set(f"{key}/{rank}", json.dumps(value))
-    return [json.loads(one) for one in store.multi_get([f"{key}/{r}" for r in range(size)])]
+    return [json.loads(text) for text in store.multi_get([f"{key}/{r}" for r in range(size)])]
 
 
 def _same_algorithm(requested: list[str], known: list[str], names: Sequence[int]) -> str:
-    for rank, one in enumerate(requested):
-        if one != CHEAPEST and one not in known:
+    for rank, name in enumerate(requested):
+        if name != CHEAPEST and name not in known:
             racks = (
                 f" ({schedules.RACKS} only if {RACKS_VARIABLE} describes racks with the same "
                 "number of nodes)"
             )
             note = "" if schedules.RACKS in known else racks
             raise ValueError(
-                f"{ALGORITHM_VARIABLE} must be one of {', '.join(known)}{note}; this is {one}. "
+                f"{ALGORITHM_VARIABLE} must be one of {', '.join(known)}{note}; this is {name}. "
                 f"HINT: {ALGORITHM_VARIABLE}={known[0]}, or unset it for the algorithm of the "
                 "lowest cost"
             )
-        if one != requested[0]:
+        if name != requested[0]:
             first, other = (names[0], names[rank]) if names else (0, rank)
             raise ValueError(
                 f"{ALGORITHM_VARIABLE} must be the same on all ranks; it is {requested[0]} on rank "
-                f"{first} and {one} on rank {other}. HINT: paceline run --env "
+                f"{first} and {name} on rank {other}. HINT: paceline run --env "
                 f"{ALGORITHM_VARIABLE}={requested[0]}"
             )
     return requested[0]

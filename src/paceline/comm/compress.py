@@ -97,9 +97,9 @@ def topk_hook(state: TopK, bucket: GradBucket) -> torch.futures.Future[torch.Ten
     flat, size = bucket.buffer(), state.group.size()
     parameters = bucket.parameters()
     each_numel = [parameter.numel() for parameter in parameters]
-    for one, gradient in zip(parameters, flat.split(each_numel), strict=True):
-        if one in state.left:
-            gradient.add_(state.left[one])
+    for parameter, gradient in zip(parameters, flat.split(each_numel), strict=True):
+        if parameter in state.left:
+            gradient.add_(state.left[parameter])
     count = max(1, round(state.share * flat.numel()))
     _, where = flat.abs().topk(count, sorted=False)
     sent = torch.empty(2 * count, dtype=torch.int32, device=flat.device)
@@ -115,9 +115,9 @@ def topk_hook(state: TopK, bucket: GradBucket) -> torch.futures.Future[torch.Ten
 
     def summed(_: Any) -> torch.Tensor:
         flat.zero_()
-        for one in each:
-            values = one[count:].view(torch.float32).to(flat.dtype)
-            flat.index_add_(0, one[:count].long(), values)
+        for sent_by_rank in each:
+            values = sent_by_rank[count:].view(torch.float32).to(flat.dtype)
+            flat.index_add_(0, sent_by_rank[:count].long(), values)
         return flat.div_(size)
 
     future: torch.futures.Future[torch.Tensor] = gathered.then(summed)

@@ -28,9 +28,14 @@ def exchangeable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor.to(types[0])  # the current GPU
 
 
+def device_of(group: Any) -> torch.device:
+    """Return the device of tensors that a group exchanges: the CPU, unless it is for GPUs only."""
+    return exchangeable(torch.empty(0), group).device
+
+
 def gather_equal(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """Return the tensors of all ranks, which have the same shape. Collective."""
     sent = exchangeable(tensor.contiguous(), group)
     found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, sent, group=group)
-    return [one.to(tensor.device) for one in found]
+    return [gathered.to(tensor.device) for gathered in found]

@@ -53,7 +53,7 @@ def compare(model: torch.nn.Module, group: Any) -> None:
     if len(set(_gathered(inner, digest, LENGTH))) == 1:
         return
     length = max(map(int, _gathered(inner, b"%20d" % len(text), 20)))
-    each = [json.loads(one) for one in _gathered(inner, text.ljust(length), length)]
+    each = [json.loads(rows) for rows in _gathered(inner, text.ljust(length), length)]
     raise ValueError(differing(each, dist.get_process_group_ranks(group)))
 
 
@@ -85,10 +85,10 @@ def _elsewhere(model: torch.nn.Module) -> bool:
 
 def _rows(model: torch.nn.Module) -> Rows:
     """Return the rows of what DDP synchronizes: parameters that are trained, and buffers."""
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [(name, t) for name, t in model.named_parameters() if t.requires_grad]
     return [
-        [name, f"{str(one.dtype).removeprefix('torch.')} of {_shape(one)}"]
-        for name, one in (*trained, *model.named_buffers())
+        [name, f"{str(t.dtype).removeprefix('torch.')} of {_shape(t)}"]
+        for name, t in (*trained, *model.named_buffers())
         if name not in getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     ]
 
@@ -102,4 +102,4 @@ def _gathered(group: Any, data: bytes, length: int) -> list[bytes]:
     assert len(mine) == length
     every = [torch.empty(length, dtype=torch.uint8) for _ in range(group.size())]
     group.allgather([every], [mine]).wait()
-    return [bytes(one.tolist()) for one in every]
+    return [bytes(row.tolist()) for row in every]

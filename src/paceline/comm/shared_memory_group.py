@@ -134,7 +134,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run() -> None:
             flat = [tensor.contiguous() for tensor in tensors]
             with _in_place(to) as into:
-                self._scatter([one.data_ptr() for one in flat], into, how)
+                self._scatter([tensor.data_ptr() for tensor in flat], into, how)
 
         return self._start(run, outputs, given)
 
@@ -228,20 +228,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _gathers(self, pairs: Pairs, given: tuple[Any, ...]) -> dist.Work | None:
         """Gather each input from all ranks into its output, in rank order; None: not supported."""
-        alike = all(_have_same_size(output, one, self.size()) for output, one in pairs)
+        alike = all(_have_same_size(output, source, self.size()) for output, source in pairs)
         if not alike or not _is_supported([tensor for pair in pairs for tensor in pair]):
             return None
 
         def run() -> None:
-            for output, one in pairs:
+            for output, source in pairs:
                 with _in_place(output) as into:
-                    self._gather(one, into.view(-1).chunk(self.size()) if into.numel() else [])
+                    self._gather(source, into.view(-1).chunk(self.size()) if into.numel() else [])
 
         return self._start(run, [output for output, _ in pairs], given)
 
     def _gather(self, tensor: torch.Tensor, to: Sequence[torch.Tensor]) -> None:
         with contextlib.ExitStack() as places:
-            each = [places.enter_context(_in_place(one)).data_ptr() for one in to]
+            each = [places.enter_context(_in_place(tensor)).data_ptr() for tensor in to]
             flat = tensor.contiguous()
             empty = [0] * self.size()
             self.kernel.all_gather(flat.data_ptr(), each or empty, flat.nbytes, self.timeout)
@@ -249,14 +249,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _scatters(self, pairs: Pairs, given: tuple[Any, ...]) -> dist.Work | None:
         """Reduce the part of each input that belongs to this rank; None: not supported."""
         how = _reduction_index(given)
-        alike = all(_have_same_size(one, output, self.size()) for output, one in pairs)
+        alike = all(_have_same_size(source, output, self.size()) for output, source in pairs)
         tensors = [tensor for pair in pairs for tensor in pair]
         if how is None or not alike or not _is_supported(tensors, how):
             return None
 
         def run() -> None:
-            for output, one in pairs:
-                flat = one.contiguous()
+            for output, source in pairs:
+                flat = source.contiguous()
                 first = flat.data_ptr()
                 with _in_place(output) as into:
                     places = [first + into.nbytes * rank for rank in range(self.size())]

@@ -7,7 +7,7 @@ The sharded layouts follow FSDP2's rules for what is gathered. benchmarks/layout
 with measurements (memory_prediction.py, memory_of_layouts.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -149,7 +149,6 @@ def predict_layouts(
     recompute: str = "blocks",
     accumulate: int = 1,
     allowed: Sequence[Layout] = LAYOUTS,
-    predict: Callable[[StepMemory, Layout, int, int], LayoutMemory] | None = None,
 ) -> list[LayoutMemory]:
     """Return the peaks of all layouts, the fastest layout first; one rank has only "data".
 
@@ -157,16 +156,12 @@ def predict_layouts(
         kept: A step that keeps its activations.
         recomputed: The same step with recomputation; None to leave these layouts out.
         allowed: The layouts to predict.
-        predict: Returns the peak for a step, layout, number of ranks and of accumulated batches.
-            Default: ``predict_layout``.
     """
-    of = predict or (lambda step, one, n, count: predict_layout(step, one, n, accumulate=count))
-    layouts = [one for one in LAYOUTS if one in allowed] if ranks > 1 else LAYOUTS[:1]
-    found = [of(kept, layout, ranks, accumulate) for layout in layouts]
+    layouts = [layout for layout in LAYOUTS if layout in allowed] if ranks > 1 else LAYOUTS[:1]
+    cases = [(kept, layout) for layout in layouts]
     if recomputed is not None:
-        again = [replace(layout, recompute=recompute) for layout in layouts]
-        found += [of(recomputed, layout, ranks, accumulate) for layout in again]
-    return found
+        cases += [(recomputed, replace(layout, recompute=recompute)) for layout in layouts]
+    return [predict_layout(step, layout, ranks, accumulate=accumulate) for step, layout in cases]
 
 
 def choose_layout(predicted: Sequence[LayoutMemory], limit_bytes: int) -> LayoutChoice:

@@ -330,6 +330,30 @@ def scale_learning_rate(
     Raises ValueError for an unknown rule or decay, a batch below one, a negative warm-up, a number
     that is not whole, or a decay without a number of steps that exceeds the warm-up.
     """
+    _check_scaling(rule, global_batch, reference_batch, warmup, decay, steps)
+    factor = RULES[rule](global_batch / reference_batch)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+        for name in ("initial_lr", FIRST_RATE):
+            if name in group:
+                group[name] = group[name] * factor
+    if decay is not None and steps is not None:
+        start = 1 / factor if factor > 1 else 1.0
+        return LambdaLR(optimizer, WarmupAndDecay(start, warmup, steps, decay))
+    if not warmup or factor <= 1:
+        return None
+    return LinearLR(optimizer, start_factor=1 / factor, total_iters=warmup)
+
+
+def _check_scaling(
+    rule: str,
+    global_batch: int,
+    reference_batch: int,
+    warmup: int,
+    decay: str | None,
+    steps: int | None,
+) -> None:
+    """Raise ValueError for arguments of ``scale_learning_rate`` that do not fit each other."""
     if rule not in RULES:
         raise ValueError(
             f"world.scale_learning_rate: rule must be one of {', '.join(map(repr, RULES))}; this "
@@ -361,15 +385,3 @@ def scale_learning_rate(
             f"more steps than warmup={warmup}; these are decay={decay!r}, steps={steps}. HINT: "
             "decay='polynomial', steps=epochs * len(loader)"
         )
-    factor = RULES[rule](global_batch / reference_batch)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
-        for name in ("initial_lr", FIRST_RATE):
-            if name in group:
-                group[name] = group[name] * factor
-    if decay is not None and steps is not None:
-        start = 1 / factor if factor > 1 else 1.0
-        return LambdaLR(optimizer, WarmupAndDecay(start, warmup, steps, decay))
-    if not warmup or factor <= 1:
-        return None
-    return LinearLR(optimizer, start_factor=1 / factor, total_iters=warmup)

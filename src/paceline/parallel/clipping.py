@@ -87,7 +87,7 @@ def _sum_over_parts(
     each set of axes along which parameters can differ.
     """
     axes = [axis for axis in MODEL_AXES if axis in mesh.shape]
-    sets = [frozenset(one) for n in range(len(axes) + 1) for one in combinations(axes, n)]
+    sets = [frozenset(chosen) for n in range(len(axes) + 1) for chosen in combinations(axes, n)]
     named = [(model, *of) for model in models for of in model.parameters().items()]
     parted = {id(parameter): model.parted_axes(name) for model, name, parameter in named}
     counted = {id(parameter): model.is_first_copy(name) for model, name, parameter in named}
@@ -96,7 +96,7 @@ def _sum_over_parts(
         if counted.get(id(parameter), True):
             sums[sets.index(parted.get(id(parameter), frozenset()) & frozenset(axes))] += square
     for axis in axes:
-        at = [i for i, one in enumerate(sets) if axis in one]
+        at = [i for i, axes_set in enumerate(sets) if axis in axes_set]
         group = mesh.group(axis)
         sent = exchangeable(sums[at], group)
         dist.all_reduce(sent, group=group)

@@ -368,7 +368,7 @@ def deferred() -> Iterator[None]:
 
 def forget_recordings() -> None:
     """Free the recordings none of whose tensors exists any more as a meta tensor."""
-    _recordings[:] = [one for one in _recordings if one.has_tensors()]
+    _recordings[:] = [recording for recording in _recordings if recording.has_tensors()]
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -383,4 +383,4 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def recording_of(tensor: torch.Tensor) -> Recording | None:
     """Return the recording of the construction that made a tensor; None for other tensors."""
-    return next((one for one in _recordings if one.view(tensor)), None)
+    return next((recording for recording in _recordings if recording.view(tensor)), None)

@@ -46,15 +46,15 @@ def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:
     found: list[type[ParallelStrategy]] = []
     dividing = [kind for kind in STRATEGIES if kind.divides(layout)]
     for kind in dividing:
-        is_done = any(kind.axes <= one.axes for one in found)
-        if not is_done and not any(kind.axes < one.axes for one in dividing):
+        is_done = any(kind.axes <= chosen.axes for chosen in found)
+        if not is_done and not any(kind.axes < other.axes for other in dividing):
             found.append(kind)  # else by one that divides more axes
     for axis in layout.divided_axes:
         if not any(axis in kind.axes for kind in found):
             text = str(layout.without_options)
             raise ValueError(
                 f"world.distribute: layout={text!r}: {axis} ({AXIS_WORDS[axis]}) is not "
-                f"implemented yet. HINT: layout={str(_without_axes(layout))!r}"
+                f"implemented yet. HINT: layout={str(Layout(zero=layout.zero))!r}"
             )
     return found
 
@@ -66,10 +66,6 @@ def strategies_for(request: DistributionRequest) -> list[ParallelStrategy]:
         ValueError: Nothing divides one of the layout's axes yet, or an option does not fit it.
     """
     return [kind(request) for kind in kinds_for(request.layout)]
-
-
-def _without_axes(layout: Layout) -> Layout:
-    return Layout(zero=layout.zero)
 
 
 def distribute_model(

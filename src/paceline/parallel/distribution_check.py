@@ -67,9 +67,7 @@ class DistributionCheck:
         """Note the gradients of models that no forward has prepared for this backward."""
         self._unarmed.clear()
         if self.mode != "ignore":
-            self._unarmed += [
-                (one, _gradients_of(one)) for one in self._synchronized() if not one.is_armed
-            ]
+            self._unarmed += [(r, _gradients_of(r)) for r in self._synchronized() if not r.is_armed]
 
     def after_backward(self) -> None:
         """Report gradients that the backward has changed without an exchange; raises ValueError."""
@@ -92,11 +90,7 @@ class DistributionCheck:
     def _synchronized(self) -> list[FixedBuckets]:
         """Return the models whose next backward is to synchronize gradients."""
         replicas = [model.module for model in self._models if model.local_sgd is None]
-        return [
-            one
-            for one in replicas
-            if isinstance(one, FixedBuckets) and one.require_backward_grad_sync
-        ]
+        return [r for r in replicas if isinstance(r, FixedBuckets) and r.require_backward_grad_sync]
 
     def note_exchange(self, bucket: torch.Tensor) -> None:
         """Note that a backward reduces a bucket of a DistributedDataParallel model."""
@@ -141,7 +135,7 @@ class DistributionCheck:
         unused = [p for p in own if p.grad is None and id(p) not in names]
         if not unused:
             return
-        held = {id(p) for one in (optimizer, *others) for p in parameters_of(one)}
+        held = {id(p) for o in (optimizer, *others) for p in parameters_of(o)}
         left = [p for _, p in named if p.grad is not None and id(p) not in held]
         if left:
             self._say(
@@ -211,12 +205,12 @@ def unsharded_loaders_in_use() -> list[str]:
     ones, which may divide the samples between ranks.
     """
     found = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), _BaseDataLoaderIter):
-            batches = getattr(thing, "_index_sampler", None)  # None: still in its constructor
+    for value in gc.get_objects():
+        if issubclass(type(value), _BaseDataLoaderIter):
+            batches = getattr(value, "_index_sampler", None)  # None: still in its constructor
             sampler = getattr(batches, "sampler", batches)
             if type(sampler) in (RandomSampler, SequentialSampler):
-                found.append(f"DataLoader({type(thing._dataset).__name__})")
+                found.append(f"DataLoader({type(value._dataset).__name__})")
     return found
 
 
@@ -228,9 +222,9 @@ def _is_handled(parameter: torch.Tensor) -> bool:
 
 def _modules() -> Iterator[nn.Module]:
     """Yield all modules of the process."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module):  # isinstance would ask proxies for their class
-            yield thing
+    for value in gc.get_objects():
+        if issubclass(type(value), nn.Module):  # isinstance would ask proxies for their class
+            yield value
 
 
 def _more(parameters: Sequence[object]) -> str:
@@ -294,8 +288,7 @@ def watch_parameters(model: DistributedModel) -> None:
             return  # some parameters are gathered
         found = list(_changes(before, _parameters(model.plain)))
         if found:
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise ValueError(f"world.distribute: {found[0]}{more}. {HINT}")
+            raise ValueError(f"world.distribute: {found[0]}{_more(found)}. {HINT}")
 
     handle = model.called.register_forward_pre_hook(UncopiedHook(check), prepend=True)
 

@@ -92,7 +92,8 @@ class Materialization:
                     "world.deferred():, and convert its dtype there"
                 )
         self.storages = [
-            DeferredStorage(max(one.view.nbytes for one in of), tuple(of)) for of in found.values()
+            DeferredStorage(max(tensor.view.nbytes for tensor in of), tuple(of))
+            for of in found.values()
         ]
         self._numbers = {key: number for number, key in enumerate(found)}
 
@@ -105,11 +106,11 @@ class Materialization:
         """
 
         def finish(number: int, storage: torch.UntypedStorage) -> None:
-            for one, values in self.storages[number].values(storage):
+            for tensor, values in self.storages[number].values(storage):
                 if keep is not None:
-                    keep(one.name, values)
+                    keep(tensor.name, values)
                 else:
-                    give_values(one.tensor, values)
+                    give_values(tensor.tensor, values)
 
         self.compute(finish)
 

@@ -96,7 +96,7 @@ class Mesh:
         """Return the ranks that differ from this one along these axes only, and itself."""
         place = self.place_of(self.rank if rank is None else rank)
         positions = [range(n) if axis in axes else [place[axis]] for axis, n in self.shape.items()]
-        return [self._ranks[self._number(one)] for one in product(*positions)]
+        return [self._ranks[self._number(position)] for position in product(*positions)]
 
     def copies_of(self, tensor: Any, parted: Collection[str] = ()) -> list[int]:
         """Return the ranks that hold copies of a tensor, of a DTensor those of this rank's part.
@@ -114,7 +114,7 @@ class Mesh:
             for own in combinations(self.shape, count):
                 if set(self.ranks_along(own)) == members:
                     others = [axis for axis in axes if axis not in own]
-                    return sorted(r for one in copies for r in self.ranks_along(others, one))
+                    return sorted(r for copy in copies for r in self.ranks_along(others, copy))
         return copies  # a mesh of the script
 
     @property

@@ -109,7 +109,7 @@ class OffloadedStates:
         """Step the parameters of one chunk after the other."""
         groups = optimizer.param_groups
         whole = [_GroupPart(group, group["params"]) for group in groups]
-        has_closure = any(one is not None for one in (*args, *options.values()))
+        has_closure = any(argument is not None for argument in (*args, *options.values()))
         chunks = [whole]
         if self._is_per_parameter and not has_closure:
             chunks = _divide(whole) or chunks

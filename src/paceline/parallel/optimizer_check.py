@@ -108,7 +108,7 @@ def _numbers(
 
     def numbers(scale: float) -> list[torch.Tensor]:
         each = [scale * torch.randn(_SHAPE, generator=generator) for _ in range(count)]
-        return [one.to(like.device, like.dtype) for one in each]
+        return [values.to(like.device, like.dtype) for values in each]
 
     return numbers(1.0), [numbers(3.0) for _ in range(STEPS)]
 

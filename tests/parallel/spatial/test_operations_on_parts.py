@@ -78,6 +78,10 @@ def test_views_of_a_gathered_copy_are_not_changed_in_place(view, layout, ranks):
         check(changed(view), layout=layout, ranks=ranks)
 
 
+def test_a_gathered_copy_is_iterated():
+    check(lambda x: torch.stack([2 * sample for sample in x.flatten(1)]))
+
+
 def test_factors_by_name():
     check(
         lambda x: F.pixel_shuffle(x, upscale_factor=2),

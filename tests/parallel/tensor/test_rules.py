@@ -1,6 +1,7 @@
 """Rules for modules: those of the user, and those that are found."""
 
 import pytest
+import thread_ranks
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -222,6 +223,16 @@ def test_a_whole_name_is_preferred_to_a_pattern_of_dims():
 def test_wrong_dims(dims, axes, message):
     with pytest.raises(ValueError, match=f"^paceline.divide_dims: .*{message}"):
         divide_dims(MODEL, dims, axes)
+
+
+def test_statistics_of_all_ranks_are_refused():
+    """They would be those of each sample twice, which changes the running variance."""
+
+    def distribute(world):
+        world.distribute(nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)), layout="tp2")
+
+    for error in thread_ranks.run(distribute, 2, outcomes=True):
+        assert "1 is a SyncBatchNorm, which would count" in str(error)
 
 
 def test_names_become_patterns():

@@ -44,13 +44,13 @@ class StepError(Exception):
         self.reason, self.host, self.peer_call = reason, host, peer_call
 
 
-def encode_program(steps: Iterable[Step], base: int = 0) -> Program:
-    """Return the steps in the encoding of paceline_wire_run. base: added to every offset."""
+def encode_program(steps: Iterable[Step]) -> Program:
+    """Return the steps in the encoding of paceline_wire_run."""
     words: list[int] = []
     for step in steps:
         words += [len(step.sends), len(step.receives), int(step.fold)]
         for host, place, nbytes in (*step.sends, *step.receives):
-            words += [host, base + place, nbytes]
+            words += [host, place, nbytes]
     return (c_int64 * (len(words) + 1))(*words, -1)
 
 

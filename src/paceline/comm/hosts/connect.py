@@ -56,8 +56,8 @@ class Connections:
         _connections.add(self)
 
     def close(self) -> None:
-        for one in self.sockets.values():
-            one.close()
+        for connection in self.sockets.values():
+            connection.close()
 
     def is_unreachable(self, host: int) -> bool:
         """Return whether not even the kernel of that host has answered for MAX_SILENCE_MS."""
@@ -70,8 +70,8 @@ class Connections:
 
 def _close_in_child() -> None:
     # A loader's worker that outlives its rank would keep the rank's connections open.
-    for one in list(_connections):
-        one.close()
+    for connections in list(_connections):
+        connections.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

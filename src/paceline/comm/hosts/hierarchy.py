@@ -110,7 +110,7 @@ class HierarchicalKernel:
                     host_sources, host_result, nbytes, dtype, reduction, timeout, self.size
                 )
             cuts = [host * padded for host in range(self._hosts + 1)]
-            self._run_program(self._scatter_program(cuts), buffer.data_ptr(), call, timeout)
+            self._run_program(self._half_program("scatter", cuts), buffer.data_ptr(), call, timeout)
         ctypes.memmove(destination, buffer.data_ptr() + self._host_index * padded, nbytes)
 
     def all_gather(
@@ -199,14 +199,13 @@ class HierarchicalKernel:
 
     def _all_reduce_program(self, nbytes: int) -> Program:
         hosts_per_rack = self.placement.hosts_per_rack
-        name = self.algorithm or _cheapest(nbytes, self._hosts, self._link, hosts_per_rack)
+        name = self.algorithm or schedules.cheapest_algorithm(
+            nbytes, self._hosts, self._link, hosts_per_rack
+        )
         return _program(name, nbytes, self._host_index, self._hosts, hosts_per_rack=hosts_per_rack)
 
-    def _scatter_program(self, cuts: list[int]) -> Program:
-        return encode_program(_half_steps("scatter", cuts, self._host_index, self._hosts))
-
-    def _gather_program(self, cuts: list[int]) -> Program:
-        return encode_program(_half_steps("gather", cuts, self._host_index, self._hosts))
+    def _half_program(self, name: str, cuts: list[int]) -> Program:
+        return encode_program(_half_steps(name, cuts, self._host_index, self._hosts))
 
     def _gather_program_at(self, addresses: list[int], nbytes: int) -> Program:
         """Return the all-gather for parts at arbitrary addresses."""
@@ -260,7 +259,7 @@ class HierarchicalKernel:
             host_addresses = [addresses[rank] for rank in self._host_ranks]
             self._kernel.all_gather(source, host_addresses, nbytes, timeout)
             if self._local_rank == 0:
-                steps = self._gather_program([*host_offsets, nbytes * self.size])
+                steps = self._half_program("gather", [*host_offsets, nbytes * self.size])
                 self._run_program(steps, buffer.data_ptr(), call, timeout)
             self._kernel.broadcast(
                 buffer.data_ptr(), nbytes * self.size, 0, timeout + INTRA_HOST_GRACE_S
@@ -285,11 +284,6 @@ class HierarchicalKernel:
             self._kernel.break_group()
             self._failure.close()
             raise agreed from None
-
-
-@lru_cache(512)
-def _cheapest(nbytes: int, hosts: int, link: LinkModel, hosts_per_rack: int) -> str:
-    return schedules.cheapest_algorithm(nbytes, hosts, link, hosts_per_rack)
 
 
 @lru_cache(512)

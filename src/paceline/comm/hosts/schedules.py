@@ -21,6 +21,7 @@ first.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 ALIGN = 64  # bytes; parts begin at multiples of it
 MAX_DIRECT_HOSTS = 8  # a host sends to all others at once: with more hosts, switches drop packets
@@ -320,6 +321,7 @@ def algorithm_names(hosts: int, hosts_per_rack: int = 0) -> list[str]:
     return [*candidates, RACKS] if hosts_per_rack else candidates
 
 
+@lru_cache(512)
 def cheapest_algorithm(nbytes: int, hosts: int, link: LinkModel, hosts_per_rack: int = 0) -> str:
     """Return the all-reduce of the least cost, as host 0 sees it: no other host has more to do.
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...security.schema import parse_json
-from ..group_device import exchangeable
+from ..group_device import device_of, gather_equal
 
 T = TypeVar("T")
 
@@ -32,16 +32,12 @@ def all_gather_objects(value: T, schema: Any, group: dist.ProcessGroup | None = 
         ValueError: On all ranks: the value of a rank has over MAX_OBJECT_BYTES, or is not of this
             type.
     """
-    size, device = dist.get_world_size(group), _device(group)
-    own = _encode(value, device)
-    length = torch.tensor([len(own)], device=device)
-    sizes = [torch.zeros_like(length) for _ in range(size)]
-    dist.all_gather(sizes, length, group)
+    own = _encode(value, device_of(group))
+    sizes = gather_equal(torch.tensor([len(own)], device=own.device), group)
     lengths = [_checked_length(int(each), rank) for rank, each in enumerate(sizes)]
     padded = own.new_zeros(max(lengths))
     padded[: len(own)] = own
-    rows = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(rows, padded, group)
+    rows = gather_equal(padded, group)
     return [_decode(rows[rank][:length], schema, rank) for rank, length in enumerate(lengths)]
 
 
@@ -52,7 +48,7 @@ def broadcast_object(value: T, schema: Any, group: dist.ProcessGroup | None = No
     """
     first = dist.get_rank(group) == 0
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    device = _device(group)
+    device = device_of(group)
     own = _encode(value, device) if first else torch.empty(0, dtype=torch.uint8, device=device)
     length = torch.tensor([len(own)], device=device)
     dist.broadcast(length, source, group)
@@ -80,8 +76,3 @@ def _checked_length(length: int, rank: int) -> int:
             f"{MAX_OBJECT_BYTES:,} are possible"
         )
     return length
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of the group's tensors: the CPU, unless the group is for GPUs only."""
-    return exchangeable(torch.empty(0), group).device

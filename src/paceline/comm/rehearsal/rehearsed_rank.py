@@ -62,8 +62,8 @@ class LoneStore(Store):
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         now = self._values.get(key, b"")
         expected, desired = (
-            one.encode() if isinstance(one, str) else bytes(one)
-            for one in (expected_value, desired_value)
+            value.encode() if isinstance(value, str) else bytes(value)
+            for value in (expected_value, desired_value)
         )
         if now == expected:
             self._values[key] = desired
@@ -217,7 +217,7 @@ class EqualRanksGroup(dist.ProcessGroup):
         for given in args[1:]:
             op = getattr(given, "reduceOp", given)
             # a ReduceOp equals its type, and not the other way round as "in" compares
-            if isinstance(op, dist.ReduceOp | _RedOp) and any(op == one for one in _SUMS):
+            if isinstance(op, dist.ReduceOp | _RedOp) and any(op == kind for kind in _SUMS):
                 return int(self.size())
         return 1
 
@@ -249,7 +249,7 @@ class EqualRanksGroup(dist.ProcessGroup):
 def _flat(tensors: Any) -> list[Any]:
     if torch.is_tensor(tensors):
         return [tensors]
-    return [one for each in tensors for one in _flat(each)]
+    return [tensor for each in tensors for tensor in _flat(each)]
 
 
 def _times(tensor: torch.Tensor, factor: int) -> None:

@@ -133,5 +133,5 @@ def _close_at_exit() -> None:
     A thread that still returns from PyTorch's futures would abort the process.
     """
     deadline = time.monotonic() + EXIT_TIMEOUT_S
-    for one in list(_running):
-        one.close(max(deadline - time.monotonic(), 0.0))
+    for thread in list(_running):
+        thread.close(max(deadline - time.monotonic(), 0.0))

@@ -112,9 +112,9 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def listen_at(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """Return a socket that listens in the abstract namespace, and whose ``accept`` never waits."""
-    listener = socket.socket(socket.AF_UNIX, kind)
+def listen_at(address: str) -> socket.socket:
+    """Return a socket for messages in the abstract namespace, whose ``accept`` never waits."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(f"\0{address}")
         listener.listen(MAX_PENDING_CONNECTIONS)
@@ -125,9 +125,9 @@ def listen_at(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     return listener
 
 
-def connect_to(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+def connect_to(address: str) -> socket.socket:
     """Return a connection to a process of the same user; raises OSError for another one."""
-    connection = socket.socket(socket.AF_UNIX, kind)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(f"\0{address}")
         if _peer_uid(connection) != os.getuid():

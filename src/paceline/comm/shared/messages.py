@@ -103,7 +103,7 @@ class Outbox:
 
     def __init__(self, address: str, rank: int) -> None:
         with contextlib.ExitStack() as cleanup:
-            self.connection = memory.connect_to(address, kind=socket.SOCK_SEQPACKET)
+            self.connection = memory.connect_to(address)
             cleanup.callback(self.connection.close)
             self._file = os.memfd_create("paceline-messages", os.MFD_CLOEXEC)
             cleanup.callback(os.close, self._file)
@@ -308,7 +308,7 @@ class Messages:
         self.rank, self._names, self._timeout, self._where = rank, names, timeout, where
         self._store, self._is_alive = store, is_alive
         address = f"paceline-{secrets.token_hex(16)}"
-        self._listener = memory.listen_at(address, kind=socket.SOCK_SEQPACKET)
+        self._listener = memory.listen_at(address)
         store.set(str(rank), address)
         self._lock = threading.Lock()
         self._outboxes: dict[int, Outbox] = {}
@@ -361,7 +361,7 @@ class Messages:
             self._accept()
             for inbox in self._inboxes.values():
                 while note := inbox.arrived():
-                    work = next((one for one in self._posted if _fits(one, note)), None)
+                    work = next((posted for posted in self._posted if _fits(posted, note)), None)
                     if work is None:
                         self._unmatched.append(note)
                     else:
@@ -521,8 +521,8 @@ _open: weakref.WeakSet[Messages] = weakref.WeakSet()
 def _flush_at_exit() -> None:
     """Let messages that have been sent arrive, unless this rank has failed."""
     if not hasattr(sys, "last_value"):
-        for one in list(_open):
-            one.flush()
+        for messages in list(_open):
+            messages.flush()
 
 
 def _fits(work: MessageWork, note: Note) -> bool:

@@ -56,14 +56,14 @@ def socket_of(
     """
     if text := environment.get(SOCKET_VARIABLE):
         try:
-            each = [set(parse_ranges(one)) for one in text.split()]
+            each = [set(parse_ranges(ranges)) for ranges in text.split()]
         except ValueError:
             hint = 'give a list for each socket, as in "0-31 32-63"'
             raise ValueError(
                 f"{SOCKET_VARIABLE}={text} is not a list of hardware threads. HINT: {hint}"
             ) from None
         return next(
-            (at for at, one in enumerate(each) if cpus and set(cpus) <= one), UNKNOWN_SOCKET
+            (at for at, threads in enumerate(each) if cpus and set(cpus) <= threads), UNKNOWN_SOCKET
         )
     found = UNKNOWN_SOCKET
     for cpu in cpus:

@@ -101,7 +101,7 @@ class TorchKernel:
         align = CACHE_LINE_BYTES if share >= CACHE_LINE_BYTES else MAX_ELEMENT_BYTES
         chunk_bytes = share // align * align
         for part in _chunks(nbytes, chunk_bytes):
-            slots, count = self._fill_slots([one[part] for one in own]), part.stop - part.start
+            slots, count = self._fill_slots([row[part] for row in own]), part.stop - part.start
             rank_part = slots[:, count * self.rank : count * (self.rank + 1)]
             result[part] = _reduce_rows(rank_part, dtype, reduction)
             self._end_phase()
@@ -109,7 +109,7 @@ class TorchKernel:
     def all_gather(
         self, source: int, destinations: Sequence[int], nbytes: int, timeout: float
     ) -> None:
-        own, outputs = _bytes_at(source, nbytes), [_bytes_at(one, nbytes) for one in destinations]
+        own, outputs = _bytes_at(source, nbytes), [_bytes_at(to, nbytes) for to in destinations]
         self._start_call(CollectiveCall(COLLECTIVES.index("all-gather"), nbytes=nbytes), timeout)
         for part in _chunks(nbytes, self._slot):
             slots = self._fill_slots([own[part]])

@@ -138,4 +138,4 @@ def mean_over_ranks(values: list[float], group: Any, device: torch.device) -> li
     """Return the mean over the ranks of each value."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums, group=group)
-    return [float(one) / dist.get_world_size(group) for one in sums]
+    return [float(total) / dist.get_world_size(group) for total in sums]

@@ -98,7 +98,7 @@ def buckets(gradients: Iterable[ReadyGradient], caps: Sequence[float]) -> list[R
     """
     found: list[ReadyGradient] = []
     at, size = 0.0, 0
-    for gradient in sorted(gradients, key=lambda one: one.at):
+    for gradient in sorted(gradients, key=lambda key: key.at):
         at, size = gradient.at, size + gradient.nbytes
         if size >= caps[min(len(found), len(caps) - 1)]:
             found.append(ReadyGradient(at, size))
@@ -111,8 +111,8 @@ def finish_time(
 ) -> float:
     """Return the seconds from the start of the backward until the last bucket has arrived."""
     end = 0.0
-    for one in full:
-        end = max(end, one.at) + seconds(one.nbytes / narrower)
+    for bucket in full:
+        end = max(end, bucket.at) + seconds(bucket.nbytes / narrower)
     return end
 
 
@@ -136,14 +136,16 @@ def likely_settings(
                 by_cost.append(
                     (finish_time(full, seconds, 1 + narrow), ExchangeSettings(mib, method, narrow))
                 )
-    by_cost.sort(key=lambda one: one[0])
+    by_cost.sort(key=lambda key: key[0])
     max_per_method = MAX_PER_METHOD if len(costs) > 1 or bf16 else MAX_CANDIDATES
     chosen: list[ExchangeSettings] = []
     for _, choice in by_cost:
-        like = [one for one in chosen if (one.method, one.bf16) == (choice.method, choice.bf16)]
-        if len(like) < max_per_method and not any(_is_similar(one, choice) for one in like):
+        like = [
+            other for other in chosen if (other.method, other.bf16) == (choice.method, choice.bf16)
+        ]
+        if len(like) < max_per_method and not any(_is_similar(other, choice) for other in like):
             chosen.append(choice)
-    return [one for one in chosen if one != default][:MAX_CANDIDATES]
+    return [other for other in chosen if other != default][:MAX_CANDIDATES]
 
 
 def _is_similar(one: ExchangeSettings, other: ExchangeSettings) -> bool:
@@ -228,8 +230,8 @@ class BucketRebuilder:
         """Return when each gradient was ready in the last backward."""
         times_ns = self._replica.reducer.get_backward_stats()  # ns, by parameter
         return [
-            ReadyGradient(ns / 1e9, one.numel() * one.element_size())
-            for one, ns in zip(self.parameters, times_ns, strict=True)
+            ReadyGradient(ns / 1e9, p.numel() * p.element_size())
+            for p, ns in zip(self.parameters, times_ns, strict=True)
         ]
 
     def set_order(self, ready_s: list[float]) -> None:
@@ -238,7 +240,7 @@ class BucketRebuilder:
         ready_s: when each gradient is ready, the same on all ranks. Gradients without a time come
         last.
         """
-        self._order = sorted(range(len(ready_s)), key=lambda one: ready_s[one] or math.inf)
+        self._order = sorted(range(len(ready_s)), key=lambda key: ready_s[key] or math.inf)
 
     def bucket_caps(self) -> list[float]:
         """Return the bytes of the replica's original buckets; the first may be smaller."""
@@ -420,8 +422,8 @@ class Tuner:
         """Count a step of any optimizer; of several optimizers of the model, one counts."""
         if self._done or not self._has_forward:
             return
-        each = (one for group in optimizer.param_groups for one in group["params"])
-        if not any(id(one) in self._parameter_ids for one in each):
+        each = (p for group in optimizer.param_groups for p in group["params"])
+        if not any(id(p) in self._parameter_ids for p in each):
             return
         self._has_forward = False
         algorithms.synchronize(self._device)
@@ -441,11 +443,11 @@ class Tuner:
         """Measure the default; then the candidates of the cost model."""
         seconds = yield Trial(self._default, WARM_UP)
         ready, group = self._buckets.ready_gradients(), self.replica.process_group
-        mean = algorithms.mean_over_ranks([one.at for one in ready], group, self._device)
+        mean = algorithms.mean_over_ranks([g.at for g in ready], group, self._device)
         at = broadcast_object(mean, list[float], group)
         self._buckets.set_order(at)
-        gradients = [ReadyGradient(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
-        measured = self._methods.measured(sum(one.nbytes for one in ready), self._device)
+        gradients = [ReadyGradient(when, g.nbytes) for when, g in zip(at, ready, strict=True)]
+        measured = self._methods.measured(sum(g.nbytes for g in ready), self._device)
         costs = {way: AllReduceCost(seconds_of_size) for way, seconds_of_size in measured.items()}
         likely = likely_settings(gradients, costs, self._default, self._wanted.bf16)
         found = broadcast_object(likely, list[ExchangeSettings], group)

@@ -75,7 +75,7 @@ class SavedAttributes:
             yield from value
         if isinstance(value, nn.Module) or _is_followed(value):
             own = vars(value)
-            saved = {name: one for name, one in own.items() if not _is_of_module(value, name)}
+            saved = {name: held for name, held in own.items() if not _is_of_module(value, name)}
             self._spaces.append((own, saved))
             yield from saved.values()
 
@@ -263,17 +263,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from tensors_in(item)
 
 
 def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[Tensors, Tensors]:
     """Return the outputs of a forward, and the gradients of a random sum of them."""
     every = tensors_in(forward())
-    outputs = [_real(one) for one in every if one.is_floating_point() or one.is_complex()]
+    outputs = [_real(t) for t in every if t.is_floating_point() or t.is_complex()]
     found: Tensors = [output.detach() for output in outputs]
     sources = [output for output in outputs if output.requires_grad]
     if not trained or not sources:
@@ -325,7 +325,7 @@ def _judge(
         for outputs, gradients in (ours, theirs, rounded)
     )
     for number in (0, 1):
-        scale = max((_norm(one) for one in theirs[number]), default=0.0)
+        scale = max((_norm(t) for t in theirs[number]), default=0.0)
         if len(ours[number]) != len(theirs[number]):
             worst, where = float("inf"), "the number of outputs"
         for label, a, b, c in zip(
@@ -346,13 +346,13 @@ def _judge(
                 largest = max(largest, _distance(a, b) / max(of, 1e-3 * scale))
             if not part <= worst:
                 worst, where = part, f"{label} (by {difference:.2g}, relative)"
-    others = [0.0 if one is None else float((~one.isfinite()).sum()) for one in ours[0]]
+    others = [0.0 if t is None else float((~t.isfinite()).sum()) for t in ours[0]]
     norms = torch.tensor([*map(_norm, ours[0]), *others], device=division.device)
     of_ranks = division.pieces(norms)
-    if any(not torch.allclose(one, norms, rtol=1e-3, equal_nan=True) for one in of_ranks):
+    if any(not torch.allclose(t, norms, rtol=1e-3, equal_nan=True) for t in of_ranks):
         worst, where = float("inf"), "its outputs are not the same on all ranks"
     own = torch.tensor([worst], dtype=torch.float64, device=division.device)
-    most = max(float(one) for one in division.pieces(own))
+    most = max(float(t) for t in division.pieces(own))
     if not most <= 1.0:
         raise DividedModelError(
             f"world.distribute: {division.subject} differs from the whole one: "

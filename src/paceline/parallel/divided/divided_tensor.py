@@ -159,7 +159,7 @@ class DividedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _OF_PART:
-            return func(*(one.local if isinstance(one, cls) else one for one in args), **kwargs)
+            return func(*(arg.local if isinstance(arg, cls) else arg for arg in args), **kwargs)
         tensors = [] if func in _OF_WHOLE else list(divided_tensors((args, kwargs)))
         if not tensors:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -268,7 +268,7 @@ def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def changes_divided(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function changes a divided tensor in place."""
-    if any(isinstance(one, DividedTensor) for one in tree_flatten(kwargs.get("out"))[0]):
+    if any(isinstance(arg, DividedTensor) for arg in tree_flatten(kwargs.get("out"))[0]):
         return True
     return is_in_place(func, kwargs) and next(divided_tensors(args[:1]), None) is not None
 

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -75,11 +76,11 @@ def untouched(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
     keep its extent.
     """
     given = tree_flatten((args, kwargs))[0]
-    if any(isinstance(one, torch.Tensor) for one in given):
+    if any(isinstance(arg, torch.Tensor) for arg in given):
         return NO_RULE
     if func in _SQUEEZES and any(x.size(dim) == 1 for dim in x.divided_dims):
         return NO_RULE
-    numbers = [abs(int(one)) for one in given if hasattr(one, "__index__")]
+    numbers = [abs(int(arg)) for arg in given if hasattr(arg, "__index__")]
     first = 1 + max([*x.shape, *numbers], default=0)
     marks = {dim: first + i for i, dim in enumerate(x.divided_dims)}
     shape = [marks.get(dim, extent) for dim, extent in enumerate(x.shape)]
@@ -89,7 +90,7 @@ def untouched(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
     except RuntimeError:  # sizes that do not fit the extents
         return NO_RULE
     results, nest = tree_flatten(shown)
-    places = [_places_of(marks, one) for one in results]
+    places = [_places_of(marks, t) for t in results]
     if None in places:
         return NO_RULE
     parts = tree_flatten(func(x.local, *args, **kwargs))[0]
@@ -138,7 +139,7 @@ def along(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
         dims = (dims,)
     if not isinstance(dims, (tuple, list)) or not dims:
         return NO_RULE
-    if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):  # of ``diff``
+    if any(isinstance(arg, torch.Tensor) for arg in (*args, *kwargs.values())):  # of ``diff``
         return NO_RULE
     if any(dim % x.dim() in x.divided_dims for dim in dims):
         return NO_RULE
@@ -149,11 +150,11 @@ def along(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
 
 def reshaped(func: Any, x: DividedTensor, *args: Any, **kwargs: Any) -> Any:
     """Change the shape."""
-    given = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in args]
+    given = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args]
     other = kwargs.get("other")
     if isinstance(other, torch.Tensor):
         given, kwargs = [tuple(other.shape)], {}
-    if any(isinstance(one, torch.dtype) for one in (*given, *kwargs.values())):
+    if any(isinstance(arg, torch.dtype) for arg in (*given, *kwargs.values())):
         return NO_RULE
     is_view = func in (T.view, T.view_as)
     named = {T.view_as: T.view, T.reshape_as: T.reshape}.get(func, func)
@@ -180,13 +181,13 @@ def joined(func: Any, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> An
     """Concatenate or stack along a dim that is not divided."""
     first = next(divided_tensors(tensors))
     is_stack = func is torch.stack
-    if kwargs or any(one.dim() != first.dim() for one in tensors):
+    if kwargs or any(t.dim() != first.dim() for t in tensors):
         return NO_RULE
     dim %= first.dim() + is_stack
-    rests = {(*one.shape[:dim], *one.shape[dim + (not is_stack) :]) for one in tensors}
+    rests = {(*t.shape[:dim], *t.shape[dim + (not is_stack) :]) for t in tensors}
     if len(rests) > 1:
-        func([torch.empty(one.shape, device="meta") for one in tensors], dim)  # PyTorch's error
-    if not is_stack and any(dim in one.divided_dims for one in divided_tensors(tensors)):
+        func([torch.empty(t.shape, device="meta") for t in tensors], dim)  # PyTorch's error
+    if not is_stack and any(dim in t.divided_dims for t in divided_tensors(tensors)):
         return NO_RULE
     division = first.division_of(list(tensors), first.shape)
     parts = []
@@ -196,21 +197,21 @@ def joined(func: Any, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> An
             shape[dim] = tensor.size(dim)
         parts.append(first.aligned(tensor, torch.Size(shape), division))
     like = first.divided_like(parts[0], division)
-    dims = {one: one + (is_stack and dim <= one) for one in like.divided_dims}
+    dims = {d: d + (is_stack and dim <= d) for d in like.divided_dims}
     return like.placed(func(parts, dim), dims)
 
 
 def item(func: Any, x: DividedTensor, index: Any) -> Any:
     """Index with numbers and slices; those of divided dims take everything."""
     items = index_items(x, index)
-    if any(isinstance(one, (torch.Tensor, list, bool)) for one in items):
+    if any(isinstance(key, (torch.Tensor, list, bool)) for key in items):
         return NO_RULE
     dim = 0
-    for place, one in enumerate(items):
-        if one is None:
+    for place, key in enumerate(items):
+        if key is None:
             continue
         extent = x.size(dim)
-        if isinstance(one, slice) and one.indices(extent) == (0, extent, 1):
+        if isinstance(key, slice) and key.indices(extent) == (0, extent, 1):
             items[place] = slice(None)
         dim += 1
     return untouched(func, x, tuple(items))
@@ -218,6 +219,9 @@ def item(func: Any, x: DividedTensor, index: Any) -> Any:
 
 def assigned(func: Any, x: DividedTensor, index: Any, value: Any) -> Any:
     """Assign to an index with numbers and slices; those of divided dims take everything."""
+    # of other indices, such as a tuple of positions, ``item`` returns a copy
+    if any(not isinstance(key, (slice, Integral, type(None))) for key in index_items(x, index)):
+        return NO_RULE
     found = item(T.__getitem__, x, index)
     if found is NO_RULE:
         return NO_RULE
@@ -228,8 +232,8 @@ def assigned(func: Any, x: DividedTensor, index: Any, value: Any) -> Any:
 def index_items(x: torch.Tensor, index: Any) -> list[Any]:
     """Return an index of all dims: "..." and what is missing at the end as slices."""
     items = list(index) if isinstance(index, tuple) else [index]
-    used = sum(one is not None and one is not Ellipsis for one in items)
-    place = next((i for i, one in enumerate(items) if one is Ellipsis), len(items))
+    used = sum(key is not None and key is not Ellipsis for key in items)
+    place = next((i for i, key in enumerate(items) if key is Ellipsis), len(items))
     items[place : place + 1] = [slice(None)] * (x.dim() - used)
     return items
 
@@ -277,21 +281,21 @@ _IN_PLACE_OPERATORS = (
 
 def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute each element from the same element of all operands, which broadcast."""
-    if "out" in kwargs or any(isinstance(one, (list, tuple)) for one in args):
+    if "out" in kwargs or any(isinstance(arg, (list, tuple)) for arg in args):
         return NO_RULE
     if func is torch.where and len(args) + len(kwargs) == 1:  # indices of elements
         return NO_RULE
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
     divided = [tensor for tensor in tensors if isinstance(tensor, DividedTensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    first = max(divided, key=lambda one: one.numel())
+    first = max(divided, key=lambda t: t.numel())
     if is_in_place(func, kwargs):
         if not isinstance(args[0], DividedTensor) or shape != args[0].shape:
             return NO_RULE
         first = args[0]
     division = first.division_of([first, *tensors], shape)
-    given = [first.aligned(one, shape, division) for one in args]
-    named = {key: first.aligned(one, shape, division) for key, one in kwargs.items()}
+    given = [first.aligned(arg, shape, division) for arg in args]
+    named = {key: first.aligned(arg, shape, division) for key, arg in kwargs.items()}
     found = func(*given, **named)
     for before, after in zip((*args, *kwargs.values()), (*given, *named.values()), strict=True):
         if found is after and isinstance(before, torch.Tensor):
@@ -304,8 +308,8 @@ def pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def cast(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert the parts; a second tensor gives only its dtype and device."""
-    given = [one.local if isinstance(one, DividedTensor) else one for one in args]
-    named = {k: one.local if isinstance(one, DividedTensor) else one for k, one in kwargs.items()}
+    given = [arg.local if isinstance(arg, DividedTensor) else arg for arg in args]
+    named = {k: arg.local if isinstance(arg, DividedTensor) else arg for k, arg in kwargs.items()}
     if not isinstance(x, DividedTensor):
         return func(x, *given, **named)
     found = func(x.local, *given, **named)
@@ -338,15 +342,15 @@ def _matmul(
         return NO_RULE
     if func is torch.Tensor.__rmatmul__:
         a, b = b, a
-    meta = [torch.empty(one.shape, device="meta") for one in (a, b)]
+    meta = [torch.empty(side.shape, device="meta") for side in (a, b)]
     dims = torch.matmul(*meta).dim()  # PyTorch's own errors
     has_rows, has_columns = a.dim() > 1, b.dim() > 1
     ends = [("m", "k")[not has_rows :], ("k", "n")[: 1 + has_columns]]
     labels: list[Labels] = []
-    for number, (one, end) in enumerate(zip((a, b), ends, strict=True)):
-        batch = range(-one.dim(), -2)
+    for number, (side, end) in enumerate(zip((a, b), ends, strict=True)):
+        batch = range(-side.dim(), -2)
         # a dim of extent 1 is broadcast
-        labels.append((*(i if one.size(i) > 1 else ("one", number, i) for i in batch), *end))
+        labels.append((*(i if side.size(i) > 1 else ("one", number, i) for i in batch), *end))
     rest = [name for name, has in (("m", has_rows), ("n", has_columns)) if has]
     result = (*range(-(dims - len(rest)) - 2, -2), *rest)
     return contract(torch.matmul, (a, b), labels, result)
@@ -365,7 +369,7 @@ def _einsum(contract: Contract, func: Any, equation: Any, *operands: Any) -> Any
     torch.einsum(equation, *(torch.empty(operand.shape, device="meta") for operand in operands))
     if not arrow:
         every = given.replace(",", "")
-        result = "".join(sorted(one for one in set(every) if every.count(one) == 1))
+        result = "".join(sorted(label for label in set(every) if every.count(label) == 1))
 
     def compute(*pieces: torch.Tensor) -> torch.Tensor:
         return torch.einsum(f"{given}->{result}", *pieces)
@@ -411,7 +415,7 @@ def multi_head_attention(
         query, key, value: [length, batch, features].
     """
     unusual = (bias_k, bias_v, static_k, static_v)
-    if use_separate_proj_weight or add_zero_attn or any(one is not None for one in unusual):
+    if use_separate_proj_weight or add_zero_attn or any(arg is not None for arg in unusual):
         return NO_RULE
     if query.dim() != 3 or in_proj_weight is None:
         return NO_RULE

@@ -18,10 +18,9 @@ from ...cost.layout_memory import (
     predict_layouts,
 )
 from ...data.sampling.sample_order import preserve_random_states
-from ..distribute import kinds_for
 from ..placement import Autocast
 from ..recompute.recomputation import recompute_blocks
-from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
+from .setup import ForwardInputs, ModelSetup, copy_without_data
 from .trace import TrainingStep, trace_step
 
 
@@ -75,13 +74,13 @@ def _step_of(
             optimizer.zero_grad()
         model.zero_grad()
 
-    tensors = [t for t in tree_leaves(given and (given.args, given.options)) if is_tensor(t)]
+    tensors = [t for t in tree_leaves(given and (given.args, given.options)) if torch.is_tensor(t)]
     return TrainingStep([model], optimizers, tensors, run, setup.blocks)
 
 
 def sum_of(outputs: Iterable[Any]) -> torch.Tensor:
     """Return the sum of all elements of floating-point tensors with a gradient."""
-    sums = [t.sum().float() for t in outputs if is_tensor(t) and t.requires_grad]
+    sums = [t.sum().float() for t in outputs if torch.is_tensor(t) and t.requires_grad]
     if not sums:
         raise ValueError(
             "no output of the model depends on a parameter. HINT: give inputs of a training step"
@@ -119,16 +118,10 @@ def predict_setup(
         recompute=recompute or "blocks",
         accumulate=setup.accumulate,
         allowed=allowed,
-        predict=_predict,
     )
     if recompute is not None and recomputed is not None:
-        return [one for one in found if one.layout.recompute]
+        return [layout for layout in found if layout.layout.recompute]
     return found
-
-
-def _predict(step: StepMemory, layout: Layout, ranks: int, accumulate: int) -> LayoutMemory:
-    """Return the peak as the layout's last strategy predicts it: shards or replicas."""
-    return kinds_for(layout)[-1].predict_memory(step, layout, ranks, accumulate=accumulate)
 
 
 def choose_for_all_ranks(
@@ -152,12 +145,12 @@ def choose_for_all_ranks(
     except ValueError as error:
         answer = str(error)
     answers = gather(answer, str | tuple[int, list[LayoutMemory]])
-    problems = [one for one in answers if isinstance(one, str)]
+    problems = [answer for answer in answers if isinstance(answer, str)]
     if problems:
         raise ValueError(problems[0])
     limits, predictions = zip(*answers, strict=True)
     largest = [
-        max(of_layout, key=lambda one: one.memory.total)
+        max(of_layout, key=lambda layout: layout.memory.total)
         for of_layout in zip(*predictions, strict=True)
     ]
     return choose_layout(largest, min(limits))

@@ -13,7 +13,7 @@ from ...cost.layout_memory import LayoutMemory, largest_category, size_text
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import nbytes_of
 from ..memory_budget import available_bytes
-from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
+from .setup import ForwardInputs, ModelSetup, copy_without_data
 
 CPU_PHRASES = ("can't allocate memory", "not enough memory")  # of PyTorch's allocator, RuntimeError
 
@@ -74,10 +74,10 @@ def explain(error: BaseException) -> str | None:
     if not (isinstance(error, torch.OutOfMemoryError) or is_cpu):
         return None
     if not (_last and _last[0][0] is error):
-        watched = [one for one in _watched if one.inputs is not None]
+        watched = [w for w in _watched if w.inputs is not None]
         text = None
         if watched:
-            largest = max(watched, key=lambda one: nbytes_of(one.setup.model))
+            largest = max(watched, key=lambda w: nbytes_of(w.setup.model))
             try:
                 text = _explain(largest, error)
             except Exception:  # the error itself is shown then
@@ -91,7 +91,7 @@ def _explain(watched: _Watched, error: BaseException) -> str:
 
     predicted = predict_setup(watched.setup, watched.inputs, watched.ranks)
     level = Layout(zero=watched.layout.zero)
-    (now,) = [one for one in predicted if one.layout == level]
+    (now,) = [choice for choice in predicted if choice.layout == level]
     available = available_bytes(watched.setup.device)
     first = str(error).strip().splitlines()[0]
     name = f"layout={now.axes!r}" + (" with recompute" if watched.setup.recomputes else "")
@@ -106,18 +106,17 @@ def _smallest_change(
     now: LayoutMemory, predicted: Sequence[LayoutMemory], available: int, watched: _Watched
 ) -> str:
     """Return the fastest layout that fits, else the largest batch."""
-    for one in predicted:
-        if one.memory.total <= available and one.memory.total < now.memory.total:
-            options = [f"layout={one.axes!r}"] if one.axes != now.axes else []
-            options += [f"recompute={one.layout.recompute!r}"] if one.layout.recompute else []
-            return (
-                f"world.distribute(..., {', '.join(options)}) needs {size_text(one.memory.total)}"
-            )
+    for choice in predicted:
+        if choice.memory.total <= available and choice.memory.total < now.memory.total:
+            options = [f"layout={choice.axes!r}"] if choice.axes != now.axes else []
+            options += [f"recompute={choice.layout.recompute!r}"] if choice.layout.recompute else []
+            needed = size_text(choice.memory.total)
+            return f"world.distribute(..., {', '.join(options)}) needs {needed}"
     by_batch = now.memory.activations + now.memory.temporary
     rest = replace(now.memory, activations=0, temporary=0).total
     assert watched.inputs is not None
     leaves = tree_leaves((watched.inputs.args, watched.inputs.options))
-    sizes = [t.shape[0] for t in leaves if is_tensor(t) and t.dim()]
+    sizes = [t.shape[0] for t in leaves if torch.is_tensor(t) and t.dim()]
     count = int(sizes[0] * (available - rest) / by_batch) if sizes and by_batch else 0
     if 0 < count < (sizes[0] if sizes else 0):
         return f"use a batch of {count} instead of {sizes[0]} samples per rank"

@@ -101,14 +101,9 @@ def copy_without_data(
         tensors += [*model.parameters(), *model.buffers()]
     for optimizer in optimizers:
         tensors += parameters_of(optimizer)
-        tensors += [t for t in tree_leaves(list(optimizer.state.values())) if is_tensor(t)]
+        tensors += [t for t in tree_leaves(list(optimizer.state.values())) if torch.is_tensor(t)]
     memo: dict[int, Any] = {id(t): empty_as(t, device) for t in tensors}
     found: tuple[list[nn.Module], list[Optimizer]] = copy.deepcopy(
         (list(models), list(optimizers)), memo
     )
     return found
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor."""
-    return isinstance(value, torch.Tensor)

@@ -32,7 +32,7 @@ from ..memory_budget import available_bytes, budget_bytes
 from ..placement import Autocast, empty_as
 from ..recompute.recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
-from .setup import ModelSetup, ScriptLimits, is_tensor
+from .setup import ModelSetup, ScriptLimits
 from .trace import (
     TRACED_STEPS,
     StepTracker,
@@ -88,19 +88,15 @@ class MemorySurvey:
     @property
     def device(self) -> torch.device:
         """The device of the largest model."""
-        entry = max(self._entries, key=lambda one: nbytes_of(one.setup.model))
+        entry = max(self._entries, key=lambda entry: nbytes_of(entry.setup.model))
         return entry.setup.device
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [entry.setup.model for entry in self._entries]
 
     @property
     def available_bytes(self) -> int:
         """The bytes that a rank may take: the script's budget, else what it has."""
         available = available_bytes(self.device, self.ranks_of_node)
         budgets = [e.limits.memory_budget for e in self._entries if e.limits.memory_budget]
-        return min((budget_bytes(one, self.device) for one in budgets), default=available)
+        return min((budget_bytes(budget, self.device) for budget in budgets), default=available)
 
     @property
     def problems(self) -> dict[Layout, str]:
@@ -175,12 +171,12 @@ class MemorySurvey:
         with self._mode:
             for state in optimizer.state.values():
                 for name, value in state.items():
-                    if is_tensor(value) and value.dim():
+                    if torch.is_tensor(value) and value.dim():
                         state[name] = empty_as(value, value.device)
         self._tracker.track_external(optimizer)
 
     def _before_forward(self, _: nn.Module, args: Any, options: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, options)) if is_tensor(leaf)]
+        inputs = [leaf for leaf in tree_leaves((args, options)) if torch.is_tensor(leaf)]
         self._tracker.track_external(*inputs)
         if not self._has_run:
             self._has_run = True
@@ -235,11 +231,11 @@ class MemorySurvey:
             self.ranks_of_node if per_node else self.ranks,
             recompute=self._way,
             accumulate=accumulate,
-            allowed=[one for one in LAYOUTS if one not in self.problems],
+            allowed=[layout for layout in LAYOUTS if layout not in self.problems],
         )
         fixed = any(entry.limits.recompute in ("blocks", "selective") for entry in self._entries)
         if fixed and recomputed is not None:
-            found = [one for one in found if one.layout.recompute]
+            found = [layout for layout in found if layout.layout.recompute]
         self._show(found, self)
         raise SystemExit(0)
 

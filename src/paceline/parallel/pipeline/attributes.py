@@ -90,7 +90,7 @@ def _add(value: Any, parts: list[Any], depth: int) -> bool:
 
 def _add_all(items: list[Any], of: Any, parts: list[Any], depth: int) -> bool:
     parts.append((type(of).__qualname__, len(items)))
-    are_plain = [_add(one, parts, depth + 1) for one in items[: MAX_ITEMS + 1]]
+    are_plain = [_add(item, parts, depth + 1) for item in items[: MAX_ITEMS + 1]]
     return all(are_plain)
 
 
@@ -126,7 +126,7 @@ class KeptByAnotherStage:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args, *(kwargs or {}).values()]
-        next(one for one in tree_leaves(given) if isinstance(one, cls))._refuse()
+        next(leaf for leaf in tree_leaves(given) if isinstance(leaf, cls))._refuse()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __neg__ = __pow__ = __matmul__ = __rmatmul__ = _refuse

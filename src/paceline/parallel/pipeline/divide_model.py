@@ -190,7 +190,7 @@ def _measure(
         stage = StageModule(copies, copies.tensor, skeleton.constants)
         seconds, sent = [], []
         for repeat in range(REPEATS + 1):
-            leaves = [one.detach().clone() for one in received]
+            leaves = [tensor.detach().clone() for tensor in received]
             kept = _Kept()
             wait = _waiting_for(skeleton.device)
             with kept if repeat == 0 else torch.enable_grad():
@@ -198,9 +198,9 @@ def _measure(
                 held = run_forward(stage, plan, number, inputs, leaves, lambda _: None)
                 ends = held.sent if held.outputs is None else tree_leaves(held.outputs)
                 ends = [t for t in ends if torch.is_tensor(t) and t.requires_grad]
-                sent = [one.detach() for one in held.sent]
+                sent = [tensor.detach() for tensor in held.sent]
                 held.sent = ends
-                run_backward(held, [torch.ones_like(one) for one in ends])
+                run_backward(held, [torch.ones_like(tensor) for tensor in ends])
                 wait()
                 seconds.append(time.perf_counter() - start)
             if repeat == 0:
@@ -420,7 +420,7 @@ def _best_division(
     except DoesNotFitError as error:
         best = min(
             (divide(units, len(plain.units), names), plain),
-            key=lambda one: max(memory.of_stages(one)),
+            key=lambda partition: max(memory.of_stages(partition)),
         )
         problem = (
             f"pipeline: {error} of a rank ({size_text(limit)}): the largest stage needs about "
@@ -489,7 +489,7 @@ def _lines(
             f"pipeline: zero{layout.zero} gathers the parameters of a stage once in a step, and "
             "frees them at its end; gradients are scattered after the last micro-batch"
         )
-    norms = [name for name, one in module.named_modules() if isinstance(one, _BatchNorm)]
+    norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
     if norms:
         more = f" and {counted(len(norms) - 1, 'other')}" if len(norms) > 1 else ""
         lines.append(

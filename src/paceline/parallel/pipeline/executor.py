@@ -159,7 +159,8 @@ class Lane:
         """Send a message of tensors; they must not be changed in place before it has left."""
         flat = [tensor.detach().contiguous() for tensor in tensors]
         works = [
-            self._try(lambda t=one: dist.isend(t, self.peer, self.group, self.tag)) for one in flat
+            self._try(lambda t=tensor: dist.isend(t, self.peer, self.group, self.tag))
+            for tensor in flat
         ]
         self._sent.append(list(zip(works, flat, strict=True)))
 
@@ -290,9 +291,9 @@ class Executor:
         begin, self.busy_ns = now(), 0
         chunks = chunks_of(batch.schedule)
         virtual = [self.stage + self.stages * chunk for chunk in range(chunks)]
-        for one in virtual:
-            self._expect(run, one, 0, is_backward=False)
-            self._expect(run, one, 0, is_backward=True)
+        for stage in virtual:
+            self._expect(run, stage, 0, is_backward=False)
+            self._expect(run, stage, 0, is_backward=True)
         actions: dict[str, Callable[[_Run, int, int], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -323,7 +324,9 @@ class Executor:
 
     def _actions(self, batch: Batch) -> Sequence[Action]:
         found = list(SCHEDULES[batch.schedule](self.stage, self.stages, len(batch.plans)))
-        return sorted(found, key=lambda one: one.kind != "F") if batch.forwards_first else found
+        return (
+            sorted(found, key=lambda action: action.kind != "F") if batch.forwards_first else found
+        )
 
     def _forward(self, run: _Run, virtual: int, m: int) -> None:
         plan = run.batch.plans[m]

@@ -128,9 +128,9 @@ def units_of_modules(model: nn.Module, atoms: Atoms) -> list[Unit]:
         if isinstance(tensors[names[full]], nn.Parameter) or _is_norm(model, full):
             owned.append((full.rpartition(".")[0] if atom is None else atom, full))
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    owned.sort(key=lambda one: order.get(one[0], 0))
+    owned.sort(key=lambda pair: order.get(pair[0], 0))
     units, seen = [], set[str]()
-    for name, group in groupby(owned, key=lambda one: one[0]):
+    for name, group in groupby(owned, key=lambda pair: pair[0]):
         held = tuple(dict.fromkeys(names[full] for _, full in group))
         new = [n for n in held if n not in seen]
         seen.update(new)

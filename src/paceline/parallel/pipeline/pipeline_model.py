@@ -308,8 +308,8 @@ class PipelineModel(DistributedModel):
     def _changed_grads(self) -> int:
         """Return the number (from 1) of a parameter with another requires_grad; 0: none."""
         own = self.parameters()
-        for number, (name, one) in enumerate(self.skeleton.model.named_parameters(), start=1):
-            if name in own and own[name].requires_grad != one.requires_grad:
+        for number, (name, parameter) in enumerate(self.skeleton.model.named_parameters(), start=1):
+            if name in own and own[name].requires_grad != parameter.requires_grad:
                 return number
         return 0
 
@@ -337,8 +337,8 @@ class PipelineModel(DistributedModel):
         self._check_grads(changed)
         differing = [
             self.mesh.name(rank)
-            for rank, one in zip(executor.ranks, digests, strict=True)
-            if one != digests[0]
+            for rank, digest in zip(executor.ranks, digests, strict=True)
+            if digest != digests[0]
         ]
         if differing:
             raise ValueError(
@@ -352,11 +352,11 @@ class PipelineModel(DistributedModel):
     def _check_grads(self, numbers: list[int]) -> None:
         if any(numbers):
             at = next(number for number in numbers if number)
-            name, one = list(self.skeleton.model.named_parameters())[at - 1]
+            name, parameter = list(self.skeleton.model.named_parameters())[at - 1]
             raise ValueError(
-                f"pipeline: requires_grad of {name} was {one.requires_grad} in world.distribute, "
-                "and has changed. HINT: set requires_grad before world.distribute, and begin "
-                "again from a checkpoint for the next phase"
+                f"pipeline: requires_grad of {name} was {parameter.requires_grad} in "
+                "world.distribute, and has changed. HINT: set requires_grad before "
+                "world.distribute, and begin again from a checkpoint for the next phase"
             )
 
     # a step
@@ -373,7 +373,7 @@ class PipelineModel(DistributedModel):
         inputs, targets = split(step.inputs, sizes), split(step.targets, sizes)
         with torch.enable_grad():
             different = dict(zip(reversed(sizes), reversed(inputs), strict=True))
-            plans = {size: self._plan(one) for size, one in different.items()}
+            plans = {size: self._plan(part) for size, part in different.items()}
             is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
             if len(sizes) > 1:
                 for plan in plans.values():

@@ -22,7 +22,6 @@ class Pipeline(ParallelStrategy):
     """
 
     axes = frozenset({"pp", "dp", "tp"})
-    unpredicted = "layout='zero3', whose memory is predicted"
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...data.sampling.sample_order import preserve_random_states
 from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..placement import empty_as
+from ..strategy.training_step import call
 from .atoms import Atoms, tensors_by_name
 from .attributes import SIMPLE, Content, contents
 
@@ -227,7 +228,7 @@ class Skeleton:
             before = _states_of_others()
             try:
                 with self._unchanged(), self._intercepted(recording), recording:
-                    outputs = _call(self.model, tree_unflatten(fakes, spec))
+                    outputs = call(self.model, tree_unflatten(fakes, spec))
                 for name, state in _states_of_others().items():
                     if state != before[name]:
                         raise _TraceError(f"draws from {name} outside of a module", "", "")
@@ -436,7 +437,7 @@ class _Recording(TorchFunctionMode):
         changed = self._changed()
         of_model = {n for n, version in buffers.items() if named[n]._version != version}
         of_model |= self._sharing([self._tensors[n] for n in changed])
-        by_data = [one for one, version in self._data if one._version != version]
+        by_data = [tensor for tensor, version in self._data if tensor._version != version]
         of_model |= self._sharing([*by_data, *self._replaced])
         if not changed and not of_model and not any(torch.is_tensor(result) for result in results):
             return out
@@ -544,12 +545,6 @@ def _check_leaves(leaves: list[Any]) -> None:
                 f"pipeline: the inputs contain a {type(leaf).__name__}. HINT: tensors, numbers and "
                 "texts, in tuples, lists and dicts, such as dict(batch)"
             )
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _line_of(frame: Any) -> str:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import names_in, recomputed_blocks
-from ..memory_budget import activation_bytes, free_bytes
+from ..memory_budget import GIB, activation_bytes, free_bytes
 from .host_activations import (
     MAX_LEAVING_BYTES,
     activations_on_host,
@@ -220,7 +220,6 @@ def _without_dominated(
     return found
 
 
-GIB = 1 << 30
 HOST_SHARE = 0.5  # of the host's free memory that activations may take
 LEAVING_SHARE = 0.125  # of the budget that copies to the host may hold
 
@@ -323,7 +322,7 @@ def _within_host_memory(blocks: list[list[Way]]) -> list[list[Way]]:
 def _device_of(output: Any) -> torch.device:
     """Return the device of the tensors; a GPU if any of them is on one."""
     devices = [leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _measure(block: Block, args: Any, options: Any) -> list[Way]:

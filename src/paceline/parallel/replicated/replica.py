@@ -207,4 +207,4 @@ def own_methods(module: object) -> list[str]:
 
 def has_tensor(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Return whether a method is called with a tensor, as a forward is."""
-    return any(isinstance(one, torch.Tensor) for one in (*args, *options.values()))
+    return any(isinstance(argument, torch.Tensor) for argument in (*args, *options.values()))

@@ -93,11 +93,11 @@ def compute_shards(
         _allocate(sharded[name], device)
 
     def store(number: int, memory: torch.UntypedStorage) -> None:
-        for one, values in plan.storages[number].values(memory):
-            if one.name in sharded:
-                _copy_shard(sharded[one.name], values, rank)
+        for t, values in plan.storages[number].values(memory):
+            if t.name in sharded:
+                _copy_shard(sharded[t.name], values, rank)
             else:
-                give_values(one.tensor, values)
+                give_values(t.tensor, values)
 
     with torch.no_grad():
         _broadcast(plan, device, store, group)
@@ -138,7 +138,7 @@ def _broadcast(
         plan.compute(send)
         return
     # one for all parameters: memory that is allocated for each would leave gaps
-    most = max((one.nbytes for one in plan.storages if not _has_buffers(one)), default=0)
+    most = max((s.nbytes for s in plan.storages if not _has_buffers(s)), default=0)
     received = torch.empty(most, dtype=torch.uint8, device=device)
     number = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in plan.storages:

@@ -549,8 +549,8 @@ def shard_model(
     broadcast_model(model, group)
     _shard_blocks(model, blocks, mesh, request)
     if plan is not None:
-        each = [one for block in _groups_of(model) for one in block.fsdp_params]
-        of = {id(one.sharded_param): one for one in each}
+        each = [parameter for block in _groups_of(model) for parameter in block.fsdp_params]
+        of = {id(parameter.sharded_param): parameter for parameter in each}
         divided = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
         compute_shards(plan, divided, mesh.get_local_rank(mesh.ndim - 1), device, group)
     sharded = FullyShardedModel(inner, request, mesh, group)

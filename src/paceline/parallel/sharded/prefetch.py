@@ -34,7 +34,7 @@ def prefetch_blocks(model: nn.Module, count: int) -> None:
 
 def _computes_on_cpu(model: nn.Module) -> bool:
     shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
-    return any(one.device_mesh.device_type == "cpu" for one in shards)
+    return any(shard.device_mesh.device_type == "cpu" for shard in shards)
 
 
 def set_prefetch(count: int, turned: KnobResult) -> None:

@@ -141,7 +141,7 @@ class _Halves:
         products = weight.numel() * outputs[0] * outputs[1] * outputs[2]
         if min(outputs) < 1 or outputs[i] < 2 or products < MIN_PRODUCTS:
             return None
-        rest = tuple(0 if at == i else one for at, one in enumerate(geometry.padding))
+        rest = tuple(0 if at == i else n for at, n in enumerate(geometry.padding))
         return cls(
             *(i + 2, rows.size(i + 2), outputs[i], geometry.stride[i], reach[i]),
             *(geometry.padding[i], rest),
@@ -170,8 +170,8 @@ class _Halves:
         shape = list(rows.shape)
         shape[0], shape[self.dim] = 2, (self.half - 1) * self.stride + self.reach + 1
         both = rows.new_empty(shape) if not self.before else rows.new_zeros(shape)
-        for one, (low, count, place) in zip(both, self._pieces(), strict=True):
-            one.narrow(self.dim - 1, place, count).copy_(rows[0].narrow(self.dim - 1, low, count))
+        for half, (low, count, place) in zip(both, self._pieces(), strict=True):
+            half.narrow(self.dim - 1, place, count).copy_(rows[0].narrow(self.dim - 1, low, count))
         return both
 
     def unstack(self, both: torch.Tensor) -> torch.Tensor:
@@ -179,14 +179,14 @@ class _Halves:
         shape = list(both.shape)
         shape[0], shape[self.dim] = 1, self.rows
         total = both.new_zeros(shape)
-        for one, (low, count, place) in zip(both, self._pieces(), strict=True):
-            total[0].narrow(self.dim - 1, low, count).add_(one.narrow(self.dim - 1, place, count))
+        for half, (low, count, place) in zip(both, self._pieces(), strict=True):
+            total[0].narrow(self.dim - 1, low, count).add_(half.narrow(self.dim - 1, place, count))
         return total
 
     def join(self, both: torch.Tensor) -> torch.Tensor:
         """Return the output from its halves."""
-        twice = 2 * self.half - self.outputs
-        second = both[1:].narrow(self.dim, twice, self.half - twice)
+        overlap = 2 * self.half - self.outputs
+        second = both[1:].narrow(self.dim, overlap, self.half - overlap)
         return torch.cat([both[:1], second], self.dim)
 
     def cut(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -220,10 +220,10 @@ def convolution(
     stride, dilation = sizes(stride, count), sizes(dilation, count)
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        around = [(one // 2, one - one // 2) for one in total]
+        around = [(n // 2, n - n // 2) for n in total]
     else:
         numbers = sizes(0 if padding == "valid" else padding, count)
-        around = [(one, one) for one in numbers]
+        around = [(n, n) for n in numbers]
     parts = output_parts(values, shape)
     ranges = {}
     for i, (before, after) in enumerate(around):
@@ -233,11 +233,11 @@ def convolution(
         elif before != after:  # "same" with an even kernel
             ranges[lead + i] = [(-before, values.size(lead + i) + after)]
     wanted = values.groups.local_shape(shape, parts)
-    ranges = dict(sorted(ranges.items(), key=lambda one: one[0] in parts))  # divided dims last
+    ranges = dict(sorted(ranges.items(), key=lambda pair: pair[0] in parts))  # divided dims last
     if 0 in wanted[lead:]:
         read = Windowed(values, ranges)
         return values.like(empty_result([read.rows, weight, bias], wanted), parts)
-    rest = tuple(0 if lead + i in ranges else one for i, (one, _) in enumerate(around))
+    rest = tuple(0 if lead + i in ranges else n for i, (n, _) in enumerate(around))
     if values.is_complex():  # PyTorch has no backward of a complex convolution as one function
         rows = Windowed(values, ranges).pad()
         return values.like(func(rows, weight, bias, stride, rest, dilation, groups), parts)
@@ -273,9 +273,9 @@ def _cast(rows: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tenso
         return rows, *others
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        one if one is None or not one.is_floating_point() or one.dtype == torch.float64
-        else one.to(dtype)
-        for one in (rows, *others)
+        t if t is None or not t.is_floating_point() or t.dtype == torch.float64
+        else t.to(dtype)
+        for t in (rows, *others)
     )  # fmt: skip
 
 
@@ -404,7 +404,7 @@ def transposed_convolution(
     count, lead = _positions(values, weight)
     given = (weight, bias, stride, padding, output_padding, groups, dilation)
     shape = whole_shape(func, values, *given)
-    stride, padding, dilation = (sizes(one, count) for one in (stride, padding, dilation))
+    stride, padding, dilation = (sizes(arg, count) for arg in (stride, padding, dilation))
     extra = sizes(output_padding, count)
     parts = output_parts(values, shape)
     local, crops = values.local, {}
@@ -421,8 +421,8 @@ def transposed_convolution(
     if 0 in wanted[lead:] or 0 in local.shape[lead:]:
         result = empty_result([local, weight], wanted)
     else:
-        kept = [0 if lead + i in parts else one for i, one in enumerate(padding)]
-        more = [0 if lead + i in parts else one for i, one in enumerate(extra)]
+        kept = [0 if lead + i in parts else n for i, n in enumerate(padding)]
+        more = [0 if lead + i in parts else n for i, n in enumerate(extra)]
         result = func(local, weight, None, stride, tuple(kept), tuple(more), groups, dilation)
         for dim, (skip, (first, end)) in crops.items():
             after = skip + (end - first) - result.size(dim)

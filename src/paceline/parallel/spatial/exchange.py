@@ -69,9 +69,6 @@ class HaloTotals:
 halo_totals = HaloTotals()
 
 
-Segments = tuple[Rows, ...]
-
-
 @dataclass(frozen=True)
 class Line:
     """The ranks along one axis.
@@ -113,8 +110,8 @@ class Fetch:
         parts = self.have.parts()
         return all(
             part[0] <= a and b <= part[1]
-            for one, part in zip(self.windows, parts, strict=True)
-            for a, b in one.needed
+            for window_of_rank, part in zip(self.windows, parts, strict=True)
+            for a, b in window_of_rank.needed
         )
 
     @property
@@ -293,7 +290,7 @@ def rows_of(parts: Sequence[Rows]) -> list[Window]:
     return [Window(((a, b),) if a < b else (), 0, 0) for a, b in parts]
 
 
-def _overlaps(want: Segments, part: Rows) -> list[Rows]:
+def _overlaps(want: Sequence[Rows], part: Rows) -> list[Rows]:
     """Return the wanted rows that a rank holds."""
     cut = ((max(a, part[0]), min(b, part[1])) for a, b in want)
     return [(a, b) for a, b in cut if a < b]
@@ -384,9 +381,9 @@ class Transfer:
         for work in self._works:
             work.wait()
         if self._works:
-            received = sum(one.nbytes for one in self._received.values())
+            received = sum(tensor.nbytes for tensor in self._received.values())
             halo_totals.add(self._layer, received, time.monotonic_ns() - start)
-        return {peer: one.to(self._devices[peer]) for peer, one in self._received.items()}
+        return {peer: tensor.to(self._devices[peer]) for peer, tensor in self._received.items()}
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -455,9 +452,9 @@ def _redivided(
             shape[old], shape[new] = _count([rows.part(peer)]), own
             incoming[peer] = local.new_empty(shape)
     kept = blocks.pop(line.place)
-    outgoing = {peer: one.contiguous() for peer, one in blocks.items() if one.numel()}
-    came = {peer: one for peer, one in incoming.items() if one.numel()}
-    received = {line.place: kept} | incoming | Transfer(outgoing, came, line, name).wait()
+    outgoing = {peer: block.contiguous() for peer, block in blocks.items() if block.numel()}
+    arriving = {peer: block for peer, block in incoming.items() if block.numel()}
+    received = {line.place: kept} | incoming | Transfer(outgoing, arriving, line, name).wait()
     return torch.cat([received[peer] for peer in range(rows.ranks)], old)
 
 

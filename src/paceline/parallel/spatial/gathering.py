@@ -41,7 +41,7 @@ def reshaped(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
         if len(found.parts) < len(values.parts):  # some dims were gathered
             found.local = found.local.as_subclass(GatheredView)
         return found
-    if any(isinstance(one, torch.dtype) for one in (*args, *options.values())):
+    if any(isinstance(arg, torch.dtype) for arg in (*args, *options.values())):
         raise refused("view(dtype) of a tensor", ".whole() first")
     return _gathered_view(func, values, *args, **options)
 
@@ -61,7 +61,7 @@ def _gathered_view(func: Any, values: SplitTensor, *args: Any, **options: Any) -
             f"merges divided dims, so each rank gathers {size_text(bytes_of)}. HINT: pool "
             "before it",
         )
-    given = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in args]
+    given = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args]
     named = {T.view_as: T.view, T.reshape_as: T.reshape}.get(func, func)
     whole: torch.Tensor = named(values.whole(), *given, **options)
     return whole.as_subclass(GatheredView)
@@ -120,19 +120,19 @@ def item(func: Any, values: SplitTensor, index: Any) -> Any:
             raise refused("a mask selects positions of a tensor", "multiply by the mask")
         raise refused("an index that is a tensor", ".whole() first")
     items, dim = rules.index_items(values, index), 0
-    for place, one in enumerate(items):
-        if one is None:
+    for place, key in enumerate(items):
+        if key is None:
             continue
-        if isinstance(one, (torch.Tensor, list)):
-            if place or dim in values.parts or getattr(one, "ndim", 1) != 1:
+        if isinstance(key, (torch.Tensor, list)):
+            if place or dim in values.parts or getattr(key, "ndim", 1) != 1:
                 raise refused("a list of indices of a tensor", ".index_select or .whole()")
-            values, items[place] = values.like(values.local[one]), slice(None)
+            values, items[place] = values.like(values.local[key]), slice(None)
         elif dim in values.parts:
-            if not isinstance(one, slice) or one.step not in (None, 1):
+            if not isinstance(key, slice) or key.step not in (None, 1):
                 raise refused(
                     "an index other than a range on a divided dim of a tensor", ".whole() first"
                 )
-            start, stop, _ = one.indices(values.size(dim))
+            start, stop, _ = key.indices(values.size(dim))
             if (start, stop) != (0, values.size(dim)):
                 values = _sliced(values, dim, start, max(start, stop))
             items[place] = slice(None)
@@ -197,9 +197,9 @@ def fourier(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
         # channels, samples, then other positions
         others = [1, 0, *range(2, values.dim())]
         free = [
-            one for one in others
-            if one < values.dim() and one not in dims and one not in found.parts
-            and values.size(one) >= partition.ranks
+            d for d in others
+            if d < values.dim() and d not in dims and d not in found.parts
+            and values.size(d) >= partition.ranks
         ]  # fmt: skip
         if free:
             found = found.redivided(dim, free[0])
@@ -227,7 +227,7 @@ def _transformed(
         dim = tuple(range(-len(sizes), 0))
     if dim is None:
         return tuple(range(values.dim()))
-    return tuple(one % values.dim() for one in ((dim,) if isinstance(dim, int) else dim))
+    return tuple(d % values.dim() for d in ((dim,) if isinstance(dim, int) else dim))
 
 
 @rule_for(F.scaled_dot_product_attention, anywhere=True)
@@ -246,7 +246,7 @@ def attention(
     All is gathered where samples or features are divided.
     """
     given: tuple[Any, ...] = (query, key, value)
-    split = next(one for one in (*given, attn_mask) if isinstance(one, SplitTensor))
+    split = next(t for t in (*given, attn_mask) if isinstance(t, SplitTensor))
     rows = query.dim() - 2
     is_along = isinstance(query, SplitTensor) and set(query.parts) == {rows}
     has_both = is_causal and attn_mask is not None  # PyTorch's own error
@@ -258,13 +258,13 @@ def attention(
     options["dropout_p"] = dropout_p
     with own_random_numbers(query) if dropout_p else nullcontext():
         has_groups = bool(options.get("enable_gqa"))
-        if all(_has_heads(one, query, has_groups) for one in given):
-            parts = [one.redivided(rows, rows - 1) for one in given]
+        if all(_has_heads(t, query, has_groups) for t in given):
+            parts = [t.redivided(rows, rows - 1) for t in given]
             heads = parts[0].parts
             if attn_mask is not None:
                 shape = torch.Size((*query.shape[:-1], key.size(-2)))
                 attn_mask = query.aligned(attn_mask, shape, heads)
-            local = func(*(one.local for one in parts), attn_mask, is_causal=is_causal, **options)
+            local = func(*(t.local for t in parts), attn_mask, is_causal=is_causal, **options)
             result = SplitTensor(local, heads, query.groups)
             own = {rows: query.parts[rows]}
             local = result.redivided(rows - 1, rows, own[rows]).local
@@ -307,8 +307,8 @@ def heads(func: Any, *args: Any, **options: Any) -> Any:
 
 def _gathered(name: str, given: dict[Any, Any]) -> dict[Any, Any]:
     """Return arguments with whole tensors; a tensor that is given twice is gathered once."""
-    parts = {id(one): one for one in given.values() if isinstance(one, SplitTensor)}
+    parts = {id(arg): arg for arg in given.values() if isinstance(arg, SplitTensor)}
     if parts:
         say_gathered(name, parts.values())
-    whole = {key: one.whole() for key, one in parts.items()}
-    return {key: whole.get(id(one), one) for key, one in given.items()}
+    whole = {key: t.whole() for key, t in parts.items()}
+    return {key: whole.get(id(arg), arg) for key, arg in given.items()}

@@ -51,19 +51,19 @@ def contract(
     for operand, own in zip(operands, labels, strict=True):
         parts = {dim: divided[label] for dim, label in enumerate(own) if label in divided}
         # a dim of extent 1 is broadcast
-        parts = {dim: one for dim, one in parts.items() if operand.size(dim) == one.rows}
+        parts = {dim: part for dim, part in parts.items() if operand.size(dim) == part.rows}
         if isinstance(operand, SplitTensor):
-            axes = {one.axis for one in parts.values()}
-            if any(one.axis not in axes for one in operand.parts.values()):
+            axes = {part.axis for part in parts.values()}
+            if any(part.axis not in axes for part in operand.parts.values()):
                 gathered.append(operand)
         pieces.append(rows_at(operand, parts, first.groups))
     if gathered:
         say_gathered("product", gathered)
     found = compute(*pieces)
-    summed = frozenset(one.axis for label, one in divided.items() if label not in result)
+    summed = frozenset(part.axis for label, part in divided.items() if label not in result)
     if summed:
         found = sum_over(found, first.groups.groups[summed])
-    kept = {result.index(label): one for label, one in divided.items() if label in result}
+    kept = {result.index(label): part for label, part in divided.items() if label in result}
     return first.like(found, kept)
 
 
@@ -83,8 +83,8 @@ def _divided_labels(
         for label in (own[dim],)
     ]
     divided: dict[Hashable, Partition] = {}
-    for _, _, label, partition in sorted(found, key=lambda one: one[:2]):
-        if partition.axis not in {one.axis for one in divided.values()}:
+    for _, _, label, partition in sorted(found, key=lambda key: key[:2]):
+        if partition.axis not in {part.axis for part in divided.values()}:
             divided.setdefault(label, partition)
     return divided
 
@@ -102,7 +102,7 @@ def total_or_mean(
 ) -> Any:
     """Sum or mean over any dims."""
     dims = _reduced_dims(dim, values)
-    if not any(one in values.parts for one in dims):
+    if not any(d in values.parts for d in dims):
         parts = _parts_after(values, dims, keepdim)
         return values.like(func(values.local, dims, keepdim, dtype=dtype), parts)
     if func.__name__ == "mean" and not (values.is_floating_point() or dtype is not None):
@@ -110,7 +110,7 @@ def total_or_mean(
     local = (values.local if dtype else wide(values.local)).sum(dims, keepdim=keepdim, dtype=dtype)
     found = sum_over(local, values.groups.over(values.parts, dims))
     if func.__name__ == "mean":
-        found = found / prod(values.size(one) for one in dims)
+        found = found / prod(values.size(d) for d in dims)
     if values.is_floating_point() and not dtype:
         found = found.to(values.dtype)
     return values.like(found, _parts_after(values, dims, keepdim))
@@ -120,13 +120,13 @@ def _reduced_dims(dim: Any, values: SplitTensor) -> tuple[int, ...]:
     if dim in (None, (), []):
         return tuple(range(values.dim()))
     given = (dim,) if isinstance(dim, int) else tuple(dim)
-    return tuple(one % values.dim() for one in given)
+    return tuple(arg % values.dim() for arg in given)
 
 
 def _parts_after(values: SplitTensor, dims: tuple[int, ...], keepdim: bool) -> dict[int, Partition]:
     """Return the partitions of what is left after a reduction."""
-    left = {dim: one for dim, one in values.parts.items() if dim not in dims}
-    return {dim - (0 if keepdim else sum(one < dim for one in dims)): p for dim, p in left.items()}
+    left = {dim: part for dim, part in values.parts.items() if dim not in dims}
+    return {dim - (0 if keepdim else sum(d < dim for d in dims)): p for dim, p in left.items()}
 
 
 @rule_for(*named_functions("var", "std"))
@@ -143,7 +143,7 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     correction = named.get("correction")
     if correction is None:
         correction = int(True if unbiased is None else unbiased)
-    count = prod(values.size(one) for one in dims)
+    count = prod(values.size(d) for d in dims)
     group = values.groups.over(values.parts, dims)
     func(torch.ones(2, dtype=values.dtype))  # PyTorch's own error
     local = wide(values.local)
@@ -168,7 +168,7 @@ _OVER_DIMS |= {"max": torch.amax, "min": torch.amin}  # of all dims
 def extreme(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Largest or smallest value, or whether any or all are true, over any dims."""
     given = (*args, *options.values())
-    if any(isinstance(one, torch.Tensor) for one in given):  # max(a, b)
+    if any(isinstance(arg, torch.Tensor) for arg in given):  # max(a, b)
         return pointwise(func, values, *args, **options)
     found = untouched(func, values, *args, **options)
     name = func.__name__
@@ -241,8 +241,7 @@ def batch_norm(
     """Normalize each channel with the statistics of the whole batch."""
     check_positions(values, what="batch normalization")
     if not training:
-        given = (running_mean, running_var, weight, bias, False, momentum, eps)
-        return values.like(F.batch_norm(values.local, *given))
+        return values.like(func(values.local, running_mean, running_var, weight, bias, eps=eps))
     number = values.numel() // values.size(1)
     if number <= 1:
         raise ValueError(
@@ -329,8 +328,8 @@ class _GroupStatistics(torch.autograd.Function):
         local, weight, mean, inverse = ctx.saved_tensors
         samples, channels = local.shape[:2]
         each = channels // ctx.groups
-        rows, given = (_grouped(one, 1, samples * channels) for one in (local, gradient))
-        means, inverses = (one.repeat_interleave(each) for one in (mean, inverse))
+        rows, given = (_grouped(t, 1, samples * channels) for t in (local, gradient))
+        means, inverses = (t.repeat_interleave(each) for t in (mean, inverse))
         of_weight, of_bias = channel_sums(
             given, rows, means, inverses
         )  # of each sample and channel
@@ -341,7 +340,7 @@ class _GroupStatistics(torch.autograd.Function):
         found = rows - _of_rows(means)
         found.mul_(_of_rows(-inverses.square() * slope))
         found.addcmul_(given, _of_rows(weights * inverses)).add_(_of_rows(-inverses * shift))
-        of_channels = [one.view(samples, channels).sum(0) for one in (of_weight, of_bias)]
+        of_channels = [t.view(samples, channels).sum(0) for t in (of_weight, of_bias)]
         kind = gradient.dtype if weight is None else weight.dtype
         return (
             found.view(local.shape).to(local.dtype),
@@ -380,8 +379,9 @@ def instance_norm(
     """Normalize each channel of each sample over all positions."""
     check_positions(values, what="instance normalization")
     if not use_input_stats:
-        given = (running_mean, running_var, weight, bias, False, momentum, eps)
-        return values.like(F.batch_norm(values.local, *given))
+        return values.like(
+            F.batch_norm(values.local, running_mean, running_var, weight, bias, eps=eps)
+        )
     if running_mean is not None:
         raise refused(
             "instance normalization with running statistics of a tensor",
@@ -429,11 +429,11 @@ def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
     _check_reduction(bound, reduction)
     if bound.get("weight") is not None and not func.__name__.startswith("binary_cross"):
         raise refused(f"{func.__name__} with weights over a tensor", "reduction='none', then weigh")
-    tensors = [one for one in bound.values() if isinstance(one, torch.Tensor)]
+    tensors = [arg for arg in bound.values() if isinstance(arg, torch.Tensor)]
     first = next(divided_tensors(tensors))
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     parts = merged_parts(tensors, shape)
-    given = {key: first.aligned(one, shape, parts) for key, one in bound.items()}
+    given = {key: first.aligned(arg, shape, parts) for key, arg in bound.items()}
     each = func(**given, reduction="none")
     if reduction == "none":
         return first.like(each, parts)
@@ -468,7 +468,7 @@ def class_loss(func: Any, *args: Any, **options: Any) -> Any:
     if any(dim == 1 or dim == 0 for dim in values.parts):
         raise refused(f"{func.__name__} got samples or classes of a tensor", ".whole() first")
     classes = target.dim() == values.dim()  # probabilities
-    where = values.parts if classes else {dim - 1: one for dim, one in values.parts.items()}
+    where = values.parts if classes else {dim - 1: part for dim, part in values.parts.items()}
     expected = list(values.shape) if classes else [values.size(0), *values.shape[2:]]
     if list(target.shape) != expected:
         raise ValueError(
@@ -478,7 +478,7 @@ def class_loss(func: Any, *args: Any, **options: Any) -> Any:
         )
     known = rows_at(target, where, values.groups)
     each = func(values.local, known, reduction="none", **bound)
-    parts = {dim - 1: one for dim, one in values.parts.items()}
+    parts = {dim - 1: part for dim, part in values.parts.items()}
     if reduction == "none":
         return values.like(each, parts)
     group = values.groups.over(values.parts, values.parts)
@@ -501,7 +501,7 @@ def own_random_numbers(values: SplitTensor) -> Iterator[None]:
 
     The common stream goes on equally.
     """
-    offset = values.groups.offset({one.axis for one in values.parts.values()})
+    offset = values.groups.offset({part.axis for part in values.parts.values()})
     seed = int(torch.randint(1 << 62, ()).item())
     devices = [values.device] if values.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -527,7 +527,7 @@ def prelu(func: Any, values: SplitTensor, weight: Any) -> Any:
 )
 def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Each rank draws for its positions."""
-    if any(isinstance(one, torch.Generator) for one in (*args, *options.values())):
+    if any(isinstance(arg, torch.Generator) for arg in (*args, *options.values())):
         raise refused(f"{func.__name__} with a generator for a tensor", "leave generator out")
     if options.get("training") is False:
         return values.like(func(values.local, *args, **options))

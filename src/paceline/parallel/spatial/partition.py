@@ -158,4 +158,4 @@ def reshaped_parts(
         if place and len(new) > 2 and not any(bound * after % inner for bound in partition.bounds):
             bounds = tuple(bound * after // inner for bound in partition.bounds)
             same.append((place, Partition(partition.axis, bounds)))
-    return max(same, key=lambda one: new[one[0]], default=None)
+    return max(same, key=lambda found: new[found[0]], default=None)

@@ -40,7 +40,7 @@ def spatial_groups(mesh: Mesh) -> SpatialGroups:
 
 
 def _create_groups(mesh: Mesh) -> SpatialGroups:
-    axes = [AXIS_WORDS[one] for one in AXES if AXIS_WORDS[one] in mesh.shape]
+    axes = [AXIS_WORDS[axis] for axis in AXES if AXIS_WORDS[axis] in mesh.shape]
     lines = {}
     for axis in axes:
         ranks = tuple(mesh.ranks_along((axis,)))
@@ -162,10 +162,10 @@ def check_same(value: Any, groups: SpatialGroups) -> None:
         ValueError: They have not.
     """
     number = 0
-    for one in tensors_in(value):
-        number = zlib.crc32(f"{tuple(one.shape)} {one.dtype}".encode(), number)
-        if not isinstance(one, SplitTensor):
-            flat = one.detach().reshape(-1)
+    for tensor in tensors_in(value):
+        number = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), number)
+        if not isinstance(tensor, SplitTensor):
+            flat = tensor.detach().reshape(-1)
             some = flat[:: max(flat.numel() // MAX_COMPARED, 1)].contiguous().cpu()
             number = zlib.crc32(some.view(torch.uint8).numpy().data, number)
     found = groups.numbers(number)

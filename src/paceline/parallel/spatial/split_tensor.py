@@ -84,7 +84,7 @@ class SpatialGroups:
         """Return a number of each rank that shares this rank's samples, by rank. Collective."""
         found = gather_equal(torch.tensor([number]), self.all)
         ranks = dist.get_process_group_ranks(self.all)
-        return {rank: int(one) for rank, one in zip(ranks, found, strict=True)}
+        return {rank: int(value) for rank, value in zip(ranks, found, strict=True)}
 
     def offset(self, axes: Container[str] | None = None) -> int:
         """Return a number that differs between the ranks along some axes; None: along all."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.group_device import exchangeable, gather_equal
+from ...comm.group_device import device_of, gather_equal
 from ...cost.layout import Layout
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import (
@@ -59,7 +59,7 @@ class SpatialDivision(Division):
 
     def __init__(self, model: nn.Module, groups: SpatialGroups, args: Any, options: Any) -> None:
         self.model, self.groups, self.args, self.options = model, groups, args, options
-        self.device = exchangeable(torch.zeros(1), groups.all).device.type
+        self.device = device_of(groups.all).type
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return gather_equal(tensor, self.groups.all)
@@ -76,7 +76,7 @@ class SpatialDivision(Division):
         return self.model.forward(*self.args, **self.options)
 
     def whole_gradients(self, gradients: Tensors) -> Tensors:
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return [
             summed(torch.zeros_like(parameter) if own is None else own, self.groups.all)
             / dist.get_world_size(self.groups.all)
@@ -98,9 +98,9 @@ def compare_parts(
     inputs = (args, options)
     kind = "training" if model.training else "evaluation"
     small = _corners(inputs, groups)
-    extents = [[one.shape for one in tensors_in(given)] for given in (inputs, small)]
+    extents = [[tensor.shape for tensor in tensors_in(given)] for given in (inputs, small)]
     if extents[0] != extents[1] and not _accepts(model, groups, small):
-        positions = max(one.numel() for one in tensors_in(inputs))
+        positions = max(tensor.numel() for tensor in tensors_in(inputs))
         if positions > MAX_ELEMENTS:
             return (
                 f"parts of samples ({kind}): the model is not compared with the whole one, as it "
@@ -110,7 +110,7 @@ def compare_parts(
     found = compare_model(model, SpatialDivision(model, groups, *small), takes_gradients)
     if found.difference is None:
         return f"parts of samples ({kind}): the model is not compared: {found.reason}"
-    text = " and ".join(" x ".join(map(str, one.shape)) for one in tensors_in(small))
+    text = " and ".join(" x ".join(map(str, tensor.shape)) for tensor in tensors_in(small))
     return (
         f"parts of samples ({kind}): the whole model differs by {found.difference:.1g}, with "
         f"inputs of {text}; {found.seconds:.2f} s"
@@ -119,7 +119,7 @@ def compare_parts(
 
 def _corners(inputs: Any, groups: SpatialGroups) -> Any:
     """Return a corner of the first samples, whole on all ranks. Collective."""
-    samples = {one.size(0) if one.dim() else 0 for one in tensors_in(inputs)}
+    samples = {tensor.size(0) if tensor.dim() else 0 for tensor in tensors_in(inputs)}
     count = min(*samples, MAX_SAMPLES) if len(samples) == 1 else None
     ranks = {FROM_END[axis]: len(line.ranks) for axis, line in groups.lines.items()}
 
@@ -154,7 +154,6 @@ class SpatialParallel(ParallelStrategy):
     """Parts of each sample on ranks; a replica of the model on each rank, or a shard of it."""
 
     axes = frozenset({"d", "h", "w", "dp"})
-    unpredicted = "activations are divided, parameters are not"
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)
@@ -202,9 +201,9 @@ class SpatialParallel(ParallelStrategy):
         module = model.module
         note_names(module)
         for pattern, _ in self.request.layout.rule_pairs:
-            for name, one in module.named_modules():
+            for name, child in module.named_modules():
                 if name and fnmatch.fnmatchcase(name, pattern):
-                    one.register_forward_pre_hook(UncopiedHook(_gather_inputs), with_kwargs=True)
+                    child.register_forward_pre_hook(UncopiedHook(_gather_inputs), with_kwargs=True)
         return SpatialModel(self._with_states(model, optimizer), groups, self.request)
 
     def _with_states(

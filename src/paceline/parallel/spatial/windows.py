@@ -182,13 +182,13 @@ class _Rim:
 def empty_result(inputs: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor:
     """Return the result of a rank without rows, on which gradients of all inputs depend."""
     given = [tensor for tensor in inputs if tensor is not None]
-    total = torch.stack([one.sum().to(given[0].dtype) for one in given]).sum()
+    total = torch.stack([t.sum().to(given[0].dtype) for t in given]).sum()
     return total * given[0].new_zeros(tuple(shape))
 
 
 def output_parts(values: SplitTensor, shape: Sequence[int]) -> dict[int, Partition]:
     """Return the partitions of a result in which positions keep their dims."""
-    return {dim: one.scaled(shape[dim]) for dim, one in values.parts.items()}
+    return {dim: part.scaled(shape[dim]) for dim, part in values.parts.items()}
 
 
 def check_positions(
@@ -284,7 +284,7 @@ def average_pool(
     last = () if count == 1 else (divisor_override,)
     given = (kernel_size, stride, padding, ceil_mode, count_include_pad, *last)
     shape = whole_shape(func, values, *given)
-    kernel, stride, padding = (sizes(one, count) for one in (kernel_size, stride, padding))
+    kernel, stride, padding = (sizes(arg, count) for arg in (kernel_size, stride, padding))
 
     def sum_windows(rows: torch.Tensor) -> torch.Tensor:
         if count > 1:
@@ -366,10 +366,8 @@ def interpolate(
     shape = whole_shape(func, values, *given)
     check_positions(values)
     count = values.dim() - 2
-    factors = [None] * count
-    if scale_factor is not None and not recompute_scale_factor:
-        is_number = isinstance(scale_factor, (int, float))
-        factors = [scale_factor] * count if is_number else list(scale_factor)
+    is_scaled = scale_factor is not None and not recompute_scale_factor
+    factors = _factors(scale_factor, count) if is_scaled else [None] * count
     local, parts = values.local, dict(values.parts)
     for dim, partition in values.parts.items():
         new = partition.scaled(shape[dim])
@@ -381,7 +379,7 @@ def interpolate(
     if 0 in wanted:
         return values.like(empty_result([local], wanted), parts)
     if any(shape[dim] != values.size(dim) for dim in others):
-        if scale_factor is not None and not recompute_scale_factor:
+        if is_scaled:
             rest: dict[str, Any] = {
                 "scale_factor": tuple(
                     1.0 if i + 2 in parts else float(factors[i] or 1.0) for i in range(count)
@@ -395,13 +393,16 @@ def interpolate(
     return values.like(local, parts)
 
 
+def _factors(scale_factor: Any, count: int) -> list[Any]:
+    return [scale_factor] * count if isinstance(scale_factor, (int, float)) else list(scale_factor)
+
+
 def _target(values: SplitTensor, size: Any, scale_factor: Any) -> tuple[int, ...]:
     count = values.dim() - 2
     if size is not None:
         return (size,) * count if isinstance(size, int) else tuple(size)
-    is_number = isinstance(scale_factor, (int, float))
-    factors = [scale_factor] * count if is_number else list(scale_factor)
-    return tuple(math.floor(n * one) for n, one in zip(values.shape[2:], factors, strict=True))
+    factors = _factors(scale_factor, count)
+    return tuple(math.floor(n * f) for n, f in zip(values.shape[2:], factors, strict=True))
 
 
 def _resampled(
@@ -417,10 +418,10 @@ def _resampled(
     rows, place = values.size(dim), values.groups.lines[new.axis].place
     taps = [_taps(part, rows, new.rows, mode, align_corners, factor, local) for part in new.parts()]
     ranges = [
-        (min(int(t[0].min()) for t in one), max(int(t[0].max()) for t in one) + 1)
-        if one and one[0][0].numel()
+        (min(int(t[0].min()) for t in of_rank), max(int(t[0].max()) for t in of_rank) + 1)
+        if of_rank and of_rank[0][0].numel()
         else (0, 0)
-        for one in taps
+        for of_rank in taps
     ]
     fetched = gather_rows(values, local, dim, ranges)
     if not taps[place][0][0].numel():
@@ -518,13 +519,11 @@ def adaptive_average(func: Any, values: SplitTensor, output_size: Any) -> Any:
     lead = values.dim() - count
     check_positions(values, lead)
     wanted = (output_size,) * count if isinstance(output_size, int) else tuple(output_size)
-    bins = [values.size(lead + i) if one is None else one for i, one in enumerate(wanted)]
+    bins = [values.size(lead + i) if n is None else n for i, n in enumerate(wanted)]
     local = values.local
-    others: Sequence[Any] = [
-        None if lead + i in values.parts else one for i, one in enumerate(bins)
-    ]
-    if any(one is not None for one in others):
-        sizes = [local.size(lead + i) if one is None else one for i, one in enumerate(others)]
+    others: Sequence[Any] = [None if lead + i in values.parts else n for i, n in enumerate(bins)]
+    if any(n is not None for n in others):
+        sizes = [local.size(lead + i) if n is None else n for i, n in enumerate(others)]
         # a rank without rows keeps its empty dims
         pool = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[count]
         if all(sizes):

@@ -69,7 +69,7 @@ def needs_sharding(name: str, value: Any, layout: Layout) -> ValueError:
 
 def _check_value(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
-        texts = [str(one) for one in allowed]
+        texts = [str(value) for value in allowed]
         near = difflib.get_close_matches(str(value), texts, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"world.distribute: {name} must be one of {', '.join(map(repr, allowed))}; this is "

@@ -9,7 +9,7 @@ A rank of a divided model can't see that another rank's part does not fit a chec
 rank notes names and shapes of the whole model before it is divided, and compares all of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,7 @@ class OwnedState:
     def _owned(self, value: Any, axes: frozenset[str], part: Part | None, name: str) -> Any:
         """Return what this rank saves of a value of which ranks hold different parts, or None."""
         if is_sharded(value):
-            piece = piece_of(value, name, lambda one: self.mesh.copies_of(one, axes))
+            piece = piece_of(value, name, lambda tensor: self.mesh.copies_of(tensor, axes))
             if piece is None or part is None:
                 return piece
             # a shard of this rank's part
@@ -210,12 +210,15 @@ class OwnedState:
         model = self.divided(part)
         if model is None:
             return
-        state, names = part.state_dict(), self._names_in_state(part, model)
+        state = part.state_dict()
+        names: Collection[str] = model.parameters().keys()
         values: list[tuple[TensorPath, str, Any]]
         values = [((name,), name, value) for name, value in state.items()]
         if isinstance(part, Optimizer):
+            of_numbers = self._names(part, model)
+            names = set(of_numbers)
             values = [
-                (("state", names[number], key), names[number], value)
+                (("state", of_numbers[number], key), of_numbers[number], value)
                 for number, of in state["state"].items()
                 for key, value in of.items()
             ]
@@ -224,10 +227,6 @@ class OwnedState:
             axes = of(name)
             if axes and name in names and isinstance(value, torch.Tensor):
                 found.add_copies(path, keys, value, self.mesh.copies_of(value, axes))
-
-    def _names_in_state(self, part: Any, model: DistributedModel) -> Any:
-        is_optimizer = isinstance(part, Optimizer)
-        return self._names(part, model) if is_optimizer else model.parameters().keys()
 
     def _names(self, optimizer: Optimizer, model: DistributedModel) -> list[str]:
         known = {id(p): name for name, p in model.parameters().items()}

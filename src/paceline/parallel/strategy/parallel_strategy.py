@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...cost.layout import Layout
-from ...cost.layout_memory import LayoutMemory, StepMemory, predict_layout
 from ..mesh import Mesh
 from .distributed_model import DistributedModel
 
@@ -49,11 +48,9 @@ class ParallelStrategy(ABC):
 
     Attributes:
         axes: The keywords of ``Layout`` whose extents it divides.
-        unpredicted: The HINT where the memory of its layouts can't be predicted; "": it can.
     """
 
     axes: ClassVar[frozenset[str]]
-    unpredicted: ClassVar[str] = ""
 
     def __init__(self, request: DistributionRequest) -> None:
         self.request = request
@@ -83,19 +80,3 @@ class ParallelStrategy(ABC):
 
         Parameters of the optimizer that are replaced must be replaced in it as well.
         """
-
-    @classmethod
-    def predict_memory(
-        cls, step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
-    ) -> LayoutMemory:
-        """Return the predicted peak of a rank, from the memory of one process's step.
-
-        Raises:
-            ValueError: The memory of this layout can't be predicted.
-        """
-        if cls.unpredicted:
-            raise ValueError(
-                f"the memory of layout={str(layout)!r} can't be predicted yet. HINT: "
-                f"{cls.unpredicted}"
-            )
-        return predict_layout(step, layout, ranks, accumulate=accumulate)

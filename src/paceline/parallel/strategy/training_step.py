@@ -13,6 +13,13 @@ from ...record.ring.states import State
 Loss = Callable[[Any, Any], Any]
 
 
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Call a module with a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """Inputs, targets and loss of one batch, and what surrounds its backward.
@@ -44,11 +51,9 @@ class TrainingStep:
 
     def call(self, module: nn.Module | None = None, inputs: Any = None) -> Any:
         """Run a forward; default: of the whole module with all inputs."""
-        module = self.module if module is None else module
-        inputs = self.inputs if inputs is None else inputs
-        if isinstance(inputs, Mapping):
-            return module(**inputs)
-        return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+        return call(
+            self.module if module is None else module, self.inputs if inputs is None else inputs
+        )
 
     def loss_of(self, outputs: Any, targets: Any = None) -> tuple[torch.Tensor, Any]:
         """Return the mean loss, and the weight of the samples; None: each sample counts one.

@@ -86,7 +86,7 @@ class TensorAxis:
         """Return the tensors of all ranks, which have the same shape."""
         sent = local.contiguous()
         if sent.dtype is torch.bool:
-            return [one.bool() for one in self.pieces(sent.to(torch.uint8))]
+            return [piece.bool() for piece in self.pieces(sent.to(torch.uint8))]
         found = sent.new_empty((self.size, sent.numel()))
         with self._labelled():
             all_gather_flat(found.view(-1), sent.view(-1), group=self.group)

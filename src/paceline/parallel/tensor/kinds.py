@@ -30,18 +30,19 @@ def _linear_rows(layer: nn.Linear, ranks: int, blocks: int) -> Splits:
     return {"weight": Split(1, blocks)}
 
 
-def _embedding_rows(layer: nn.Embedding, ranks: int, blocks: int) -> Splits:
+def _embedding(layer: nn.Embedding, ranks: int, dim: int) -> Splits:
     if layer.max_norm is not None:
         raise DivisionError("it has max_norm, which changes the weight in forward")
-    _check("rows", layer.num_embeddings, 1, ranks)
-    return {"weight": Split(0)}
+    _check(("rows", "columns")[dim], (layer.num_embeddings, layer.embedding_dim)[dim], 1, ranks)
+    return {"weight": Split(dim)}
+
+
+def _embedding_rows(layer: nn.Embedding, ranks: int, blocks: int) -> Splits:
+    return _embedding(layer, ranks, 0)
 
 
 def _embedding_columns(layer: nn.Embedding, ranks: int, blocks: int) -> Splits:
-    if layer.max_norm is not None:
-        raise DivisionError("it has max_norm, which changes the weight in forward")
-    _check("columns", layer.embedding_dim, 1, ranks)
-    return {"weight": Split(1)}
+    return _embedding(layer, ranks, 1)
 
 
 def _out_channels(layer: _ConvNd, ranks: int, blocks: int) -> Splits:
@@ -66,8 +67,6 @@ def _in_channels(layer: _ConvNd, ranks: int, blocks: int) -> Splits:
 def _norm_channels(layer: _NormBase, ranks: int, blocks: int) -> Splits:
     if not isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats:
         raise DivisionError("its running statistics are updated outside of its channels' rule")
-    if type(layer) is nn.SyncBatchNorm:
-        raise DivisionError("it is synchronized over ranks")
     _check("channels", layer.num_features, 1, ranks)
     return {name: Split(0) for name in ("weight", "bias", "running_mean", "running_var")}
 
@@ -161,5 +160,5 @@ def _check(what: str, extent: int, blocks: int, ranks: int) -> None:
         of = f" in {blocks} blocks" if blocks > 1 else ""
         raise DivisionError(
             f"its {extent:,} {what}{of} can't be divided by {ranks} ranks (nearest: "
-            f"{' or '.join(f'{one:,}' for one in near)})"
+            f"{' or '.join(f'{extent_near:,}' for extent_near in near)})"
         )

@@ -192,7 +192,7 @@ class _Search:
         """Divide layers by columns, and the one that takes their outputs by rows."""
         kinds = self.found.kinds
         group = [*sources, last, *norms]
-        if any(kinds.get(self.names.get(one, "")) not in (None,) for one in group):
+        if any(kinds.get(self.names.get(layer, "")) not in (None,) for layer in group):
             return
         before = dict(kinds)
         done = all(self._take(source, _column(source, last)) for source in sources)
@@ -242,8 +242,8 @@ def _near(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         yield name, child
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            for inner, one in _near(child):
-                yield f"{name}.{inner}", one
+            for inner, module_inside in _near(child):
+                yield f"{name}.{inner}", module_inside
 
 
 class _Tracer(torch.fx.Tracer):

@@ -203,11 +203,11 @@ class _Layers:
             x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
             if layer + 1 < module.num_layers:
                 x = F.dropout(x, module.dropout, module.training and module.dropout > 0)
-        hidden = torch.stack([one for one, _ in last])
+        hidden = torch.stack([state for state, _ in last])
         x = x.transpose(0, 1) if module.batch_first else x
         if not is_lstm:
             return x, hidden
-        cells = torch.stack([one for _, one in last if one is not None])
+        cells = torch.stack([state for _, state in last if state is not None])
         return x, (hidden, gathered(cells, Split(2), self.axis))
 
     def _layer(

@@ -10,17 +10,18 @@ from torch.optim import Optimizer
 
 from ...cost.layout import AXIS_WORDS, Layout
 from ...knobs.knob import KnobResult
+from ...optim.norms import GlobalBatchNorm
 from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..divided.module_names import note_names
 from ..optimizer_check import check_steps_of_pieces
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import rules as rules  # registers them
 from .exchange import TensorAxis, scattered
 from .kinds import SEQUENCE, parse_kind, splits_of
 from .layer_rules import FoundRules, find_rules, kinds_from_rules
 from .parameters import Views, cut_states, divide_module
+from .rules import layers, products  # noqa: F401 - registers them
 from .split_tensor import SplitTensor
 from .splits import Split
 from .tensor_parallel_model import TensorParallelModel
@@ -57,6 +58,13 @@ class TensorParallel(ParallelStrategy):
                 "world.distribute: a compiled model can't be divided over the tensor axis. HINT: "
                 "world.distribute(model, ...) without torch.compile"
             )
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.SyncBatchNorm, GlobalBatchNorm)):
+                raise ValueError(
+                    f"world.distribute: layout={str(layout.without_options)!r}: {name} is a "
+                    f"{type(module).__name__}, which would count the samples that ranks of the "
+                    "tensor axis share several times. HINT: nn.BatchNorm2d with norm='local'"
+                )
         rules = self.request.layout.rule_pairs
         if rules:
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
@@ -65,7 +73,7 @@ class TensorParallel(ParallelStrategy):
         other = f"zero{layout.zero}" if layout.zero else "pp" if layout.pp != 1 else ""
         if not other:
             self._found.kinds |= requested_modules(model, self._found.kinds)
-        tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
+        tokens = next((name for name, kind in self._found.kinds.items() if kind == SEQUENCE), None)
         if other and tokens is not None:
             raise ValueError(
                 f"world.distribute: rules: {tokens!r}: 'sequence' together with {other} is not "
@@ -230,16 +238,17 @@ def divide_tokens(module: nn.Module, name: str, views: Views, say: Callable[[str
     Args:
         say: Called once with a line if the module gets tokens that can't be divided.
     """
-    said: list[str] = []
+    is_said = False
 
     def before(_: nn.Module, args: Any) -> Any:
+        nonlocal is_said
         x = args[0] if args else None
         if views.are_whole or isinstance(x, SplitTensor) or not isinstance(x, torch.Tensor):
             return None
         axis, split = views.axis, Split(TOKEN_DIM)
         if x.dim() != 3 or not split.divides(x.shape[TOKEN_DIM], axis.size):
-            if not said:
-                said.append(name)
+            if not is_said:
+                is_said = True
                 say(_undivided(name, tuple(x.shape), axis.size))
             return None
         return SplitTensor.of(scattered(x, split, axis), split, axis), *args[1:]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  # noqa: N812
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ...comm.group_device import device_of
 from ...record.hooks.phases import UncopiedHook
 from ..comparison.model_comparison import (
     DividedModelError,
@@ -83,9 +84,9 @@ _NOT_COMPARED = {torch.autograd.grad}
 
 def axis_device(args: Any, kwargs: Any) -> str:
     """Return the type of device of the first tensor."""
-    for one in tree_flatten((args, kwargs))[0]:
-        if isinstance(one, SplitTensor):
-            return one.local.device.type
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, SplitTensor):
+            return leaf.local.device.type
     return "cpu"
 
 
@@ -151,7 +152,7 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     Raises:
         DividedModelError: The results differ, on any rank.
     """
-    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     is_large = sum(tensor.numel() for tensor in tensors) * 8 > MAX_FLOAT64_BYTES
     dtype = None if is_large else torch.float64
     samples = SAMPLES if func in _CUT_SAMPLES else None
@@ -169,8 +170,8 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
             expected = func(*given, **named)
         worst, where, precision = _differences(axis, found, expected, split, plain)
     limit = TOLERANCES.get(precision, 1e-4)
-    numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis)))
-    largest = max(float(one) for one in numbers)
+    numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=device_of(axis.group)))
+    largest = max(float(number) for number in numbers)
     if not largest <= limit:
         raise DividedModelError(
             f"{function_name(func)}{place()}: {where or 'a result on another rank'} differs from "
@@ -181,18 +182,12 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     return largest
 
 
-def axis_device_of(axis: TensorAxis) -> str:
-    """Return a type of device that the group of an axis exchanges."""
-    types = [device.type for device in axis.group._device_types]
-    return "cpu" if not types or "cpu" in types else types[0]
-
-
 def _differences(
     axis: TensorAxis, found: Any, expected: Any, split: _Copies, plain: _Copies
 ) -> tuple[float, str, torch.dtype]:
     """Return the largest relative difference of results and gradients, what differs, a dtype."""
-    ours = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
-    theirs = [one for one in tree_flatten(expected)[0] if isinstance(one, torch.Tensor)]
+    ours = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
+    theirs = [leaf for leaf in tree_flatten(expected)[0] if isinstance(leaf, torch.Tensor)]
     precision = torch.float64
     if len(ours) != len(theirs):
         return float("inf"), "the number of results", precision
@@ -287,7 +282,7 @@ class TensorDivision(Division):
     def __init__(self, model: nn.Module, views: Views, forward: Callable[[], Any]) -> None:
         self.model, self.views, self.forward = model, views, forward
         self.axis = views.axis
-        self.device = axis_device_of(self.axis)
+        self.device = device_of(self.axis.group).type
         self.operations = Comparison()
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -330,7 +325,7 @@ class TensorDivision(Division):
         needed = sum(p.nbytes * (self.axis.size if self.is_split(p) else 1) for p in tensors)
         missing = MEMORY_FACTOR * needed > available_bytes(device)
         flag = torch.tensor([float(missing)], device=self.device)
-        if not any(float(one) for one in self.pieces(flag)):
+        if not any(float(flag_of_rank) for flag_of_rank in self.pieces(flag)):
             return ""
         return f"its whole parameters ({needed / GIB:.1f} GiB) do not fit on a rank"
 
@@ -503,7 +498,7 @@ def _summary(found: ModelComparison, own: Comparison, is_training: bool) -> str:
         f"compared with the whole ones, largest difference {own.largest:.1g}; {model}; "
         f"{found.seconds:.2f} s"
     )
-    places = sorted(own.gathered.items(), key=lambda one: -one[1])
+    places = sorted(own.gathered.items(), key=lambda entry: -entry[1])
     lines = [f"  {place} needs whole tensors: {count:,} bytes" for place, count in places[:3]]
     if len(places) > 3:
         lines.append(f"  and {len(places) - 3} more such operations")

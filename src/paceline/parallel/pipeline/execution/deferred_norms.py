@@ -34,9 +34,9 @@ class DeferredNorms:
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = [
-            one
-            for one in module.modules()
-            if isinstance(one, _BatchNorm) and one.track_running_stats
+            layer
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats
         ]
         self._is_collecting = False
         self._sums: dict[_BatchNorm, list[_Sums]] = {}  # of each call in a forward

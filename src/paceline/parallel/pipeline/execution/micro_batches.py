@@ -59,7 +59,7 @@ def split(tree: Any, sizes: Sequence[int]) -> list[Any]:
         leaf.split(list(sizes)) if torch.is_tensor(leaf) and leaf.dim() else [leaf] * len(sizes)
         for leaf in flat
     ]
-    return [tree_unflatten(list(one), spec) for one in zip(*parts, strict=True)] or [
+    return [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)] or [
         tree for _ in sizes
     ]
 
@@ -140,7 +140,7 @@ def whole_loss(
         return unknown
     if any(not a.equal(b) for a, b in zip(states, _generators(losses[0].device), strict=True)):
         return unknown
-    values = [loss.double().reshape(()), *(one.double().reshape(()) for one in losses)]
+    values = [loss.double().reshape(()), *(each_loss.double().reshape(()) for each_loss in losses)]
     is_half = any(torch.is_tensor(t) and t.dtype.itemsize == 2 for t in (*leaves, *losses))
     scale = torch.stack(values).abs().max()
     return torch.stack([values[0], scale * (HALF_TOLERANCE if is_half else TOLERANCE)])

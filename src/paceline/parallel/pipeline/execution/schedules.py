@@ -95,9 +95,9 @@ def interleaved(stage: int, stages: int, count: int) -> Iterator[Action]:
     order = _rounds(stages, chunks, count)
     backwards = [(chunks - 1 - chunk, m) for chunk, m in order]
     ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, len(order))
-    yield from (Action("F", *one) for one in order[:ahead])
-    for number, one in enumerate(backwards):
-        yield Action("B", *one)
+    yield from (Action("F", *at) for at in order[:ahead])
+    for number, at in enumerate(backwards):
+        yield Action("B", *at)
         if number + ahead < len(order):
             yield Action("F", *order[number + ahead])
 
@@ -148,7 +148,7 @@ def candidates_for(
     counts = [count for count in counts if count <= samples] or [default]
     schedules = [DEFAULT, "zero-bubble"] if can_split else [DEFAULT]
     found = [Candidate(schedule, count) for schedule in schedules for count in counts]
-    return sorted(found, key=lambda one: idle_share(one.schedule, stages, one.micro_batches))
+    return sorted(found, key=lambda c: idle_share(c.schedule, stages, c.micro_batches))
 
 
 class ScheduleChoice:
@@ -186,7 +186,7 @@ class ScheduleChoice:
         self._begun += 1
         if self._begun <= len(self._order):
             return ""
-        medians = {one: statistics.median(of) for one, of in self._times.items() if of}
+        medians = {c: statistics.median(of) for c, of in self._times.items() if of}
         self.chosen = min(medians, key=medians.__getitem__) if medians else self._order[0]
-        each = ", ".join(f"{one} {ns / 1e6:.3g} ms" for one, ns in medians.items())
+        each = ", ".join(f"{c} {ns / 1e6:.3g} ms" for c, ns in medians.items())
         return f"pipeline: {self.chosen}, the fastest of the measured ones: {each}"

@@ -46,11 +46,11 @@ def buckets(tensors: Iterable[One]) -> Iterator[list[One]]:
         kinds[tensor.dtype, tensor.device].append(tensor)
     for of_kind in kinds.values():
         bucket: list[One] = []
-        for one in of_kind:
-            if bucket and sum(each.nbytes for each in bucket) + one.nbytes > BUCKET_BYTES:
+        for tensor in of_kind:
+            if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket = []
-            bucket.append(one)
+            bucket.append(tensor)
         yield bucket
 
 
@@ -135,18 +135,18 @@ class ShardedParameters:
             name: self._sharded(parameter, mesh.data_rank)
             for name, parameter in module.named_parameters()
         }
-        by_id = {id(one.whole): one for one in self._by_name.values()}
+        by_id = {id(param.whole): param for param in self._by_name.values()}
         self._places = [
             (owner, key, by_id[id(parameter)])
             for owner in module.modules()
             for key, parameter in owner._parameters.items()
             if parameter is not None
         ]
-        self.shards = {name: one.shard for name, one in self._by_name.items()}
-        self.wholes = {name: one.whole for name, one in self._by_name.items()}
+        self.shards = {name: param.shard for name, param in self._by_name.items()}
+        self.wholes = {name: param.whole for name, param in self._by_name.items()}
         if optimizer is not None:
             replace_parameters(
-                optimizer, {id(one.whole): one.shard for one in self._by_name.values()}
+                optimizer, {id(param.whole): param.shard for param in self._by_name.values()}
             )
         self._release()
 
@@ -176,24 +176,28 @@ class ShardedParameters:
     @torch.no_grad()
     def _gather(self) -> None:
         for bucket in buckets(self._by_name.values()):
-            own = bucket[0].local.new_zeros(sum(one.length for one in bucket))
-            for one, part in zip(bucket, own.split([one.length for one in bucket]), strict=True):
-                part[: one.local.numel()] = one.local.reshape(-1)
+            own = bucket[0].local.new_zeros(sum(param.length for param in bucket))
+            for param, part in zip(
+                bucket, own.split([param.length for param in bucket]), strict=True
+            ):
+                part[: param.local.numel()] = param.local.reshape(-1)
             every = own.new_empty(self._ranks * own.numel())
             all_gather_flat(every, own, group=self._group)
-            columns = every.view(self._ranks, -1).split([one.length for one in bucket], dim=1)
-            for one, column in zip(bucket, columns, strict=True):
-                flat = column.reshape(-1)[: one.shape.numel()]
-                one.whole.data = flat.view(one.shape)
-        for owner, key, one in self._places:
-            setattr(owner, key, one.whole)  # recurrent layers note their weights when they are set
+            columns = every.view(self._ranks, -1).split([param.length for param in bucket], dim=1)
+            for param, column in zip(bucket, columns, strict=True):
+                flat = column.reshape(-1)[: param.shape.numel()]
+                param.whole.data = flat.view(param.shape)
+        for owner, key, param in self._places:
+            setattr(
+                owner, key, param.whole
+            )  # recurrent layers note their weights when they are set
 
     def _release(self) -> None:
-        for owner, key, one in self._places:
-            setattr(owner, key, one.shard)
-        for one in self._by_name.values():
-            one.whole.grad = None
-            one.whole.data = one.whole.detach().new_empty(0)
+        for owner, key, param in self._places:
+            setattr(owner, key, param.shard)
+        for param in self._by_name.values():
+            param.whole.grad = None
+            param.whole.data = param.whole.detach().new_empty(0)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -201,7 +205,7 @@ class ShardedParameters:
 
         A parameter that no replica has used keeps no gradient.
         """
-        trained = [one for one in self._by_name.values() if one.whole.requires_grad]
+        trained = [param for param in self._by_name.values() if param.whole.requires_grad]
         if not trained:
             return
         used = torch.tensor(
@@ -209,27 +213,27 @@ class ShardedParameters:
         )
         used = used.to(trained[0].device)
         dist.all_reduce(used, group=self._group)
-        found = [one for one, count in zip(trained, used.tolist(), strict=True) if count]
+        found = [param for param, count in zip(trained, used.tolist(), strict=True) if count]
         for bucket in buckets(found):
-            lengths = [one.length for one in bucket]
+            lengths = [param.length for param in bucket]
             rows = bucket[0].local.new_zeros(self._ranks, sum(lengths))
-            for one, column in zip(bucket, rows.split(lengths, dim=1), strict=True):
-                if one.whole.grad is not None:
-                    _fill(column, one.whole.grad.reshape(-1))
-                    one.whole.grad = None
+            for param, column in zip(bucket, rows.split(lengths, dim=1), strict=True):
+                if param.whole.grad is not None:
+                    _fill(column, param.whole.grad.reshape(-1))
+                    param.whole.grad = None
             mean = rows.new_empty(rows.size(1))
             reduce_scatter_flat(mean, rows.view(-1), group=self._group)
             mean /= self._ranks
-            for one, part in zip(bucket, mean.split(lengths), strict=True):
-                self._add(one, part[: one.local.numel()].view(one.local.shape))
+            for param, part in zip(bucket, mean.split(lengths), strict=True):
+                self._add(param, part[: param.local.numel()].view(param.local.shape))
 
-    def _add(self, one: ShardedParameter, gradient: torch.Tensor) -> None:
-        before: Any = one.shard.grad
+    def _add(self, param: ShardedParameter, gradient: torch.Tensor) -> None:
+        before: Any = param.shard.grad
         if before is not None:
             before.to_local().add_(gradient)
             return
-        stride = one.shard.stride()
-        one.shard.grad = self._as_shard(gradient.clone(), one.shape, stride)
+        stride = param.shard.stride()
+        param.shard.grad = self._as_shard(gradient.clone(), param.shape, stride)
 
 
 def _fill(rows: torch.Tensor, flat: torch.Tensor) -> None:
@@ -255,7 +259,7 @@ def owners_of(
     """
     taken: Counter[tuple[int, int]] = Counter()  # bytes by stage and data rank
     owners = {}
-    for name in sorted(sizes, key=lambda one: -sizes[one]):
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
         stages = stages_of[name]
         owner = min(range(ranks), key=lambda rank: sum(taken[s, rank] for s in stages))
         taken.update({(stage, owner): sizes[name] for stage in stages})

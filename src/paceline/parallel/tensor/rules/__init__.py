@@ -1,8 +1,1 @@
-"""Rules for functions of torch that compute with pieces of split tensors.
-
-Importing this package registers them.
-"""
-
-from . import layers, products
-
-RULES_OF = (layers, products)
+"""Rules for functions of torch with pieces of split tensors; the modules register them."""

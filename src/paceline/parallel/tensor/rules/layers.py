@@ -161,16 +161,16 @@ def batch_norm(
 ) -> Any:
     """Normalize this rank's channels, whose running statistics it holds."""
     own = (running_mean, running_var)
-    held = [one for one in own if isinstance(one, SplitTensor)]
+    held = [t for t in own if isinstance(t, SplitTensor)]
     if isinstance(x, SplitTensor) and x.division.dim == 1 and not held:
-        if any(one is not None for one in own):
+        if any(t is not None for t in own):
             return NO_RULE  # statistics that are whole on each rank need all channels
         split, axis = x.division, x.axis
     elif held:
         split, axis = Split(1, held[0].division.blocks), held[0].axis
     else:
         return NO_RULE
-    given = [None if one is None else piece_at(one, 0, split, axis) for one in (*own, weight, bias)]
+    given = [None if t is None else piece_at(t, 0, split, axis) for t in (*own, weight, bias)]
     found = func(piece_at(x, 1, split, axis), *given, *args, **kwargs)
     return SplitTensor.of(found, split, axis)
 
@@ -187,7 +187,7 @@ def group_norm(
     """Normalize this rank's groups."""
     if x.division != Split(1) or num_groups % x.axis.size:
         return NO_RULE
-    own = [None if one is None else piece_at(one, 0, x.division, x.axis) for one in (weight, bias)]
+    own = [None if t is None else piece_at(t, 0, x.division, x.axis) for t in (weight, bias)]
     found = func(x.local, num_groups // x.axis.size, *own, eps)
     return SplitTensor.of(found, x.division, x.axis)
 
@@ -223,7 +223,7 @@ def pad(func: Any, x: SplitTensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _divided(x: SplitTensor, found: Any) -> Any:
     """Return results that are divided like the input."""
-    return tree_map(lambda one: SplitTensor.of(one, x.division, x.axis), found)
+    return tree_map(lambda t: SplitTensor.of(t, x.division, x.axis), found)
 
 
 # Blocks are parts of a dim that are divided alike, such as queries and keys in one weight.
@@ -253,7 +253,7 @@ def divide(func: Any, x: SplitTensor, *args: Any, **kwargs: Any) -> Any:
         return NO_RULE
     local = x.local.split(x.local.shape[dim] // parts, dim)
     split = Split(dim, blocks // parts)
-    return tuple(SplitTensor.of(one, split, x.axis) for one in local)
+    return tuple(SplitTensor.of(part, split, x.axis) for part in local)
 
 
 @rule_for(*named_functions("cat", "concat", "concatenate"), anywhere=True)

@@ -70,7 +70,7 @@ def _chosen(
                 found.append((label in _FEATURES, operand.numel(), label, operand))
     if not found:
         return None
-    _, _, label, operand = max(found, key=lambda one: one[:2])
+    _, _, label, operand = max(found, key=lambda key: key[:2])
     return label, operand.division, operand.axis, operand.shape[operand.division.dim]
 
 
@@ -81,7 +81,7 @@ def _is_costly(operand: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
     """
     if not (operand.requires_grad and operand.is_leaf and torch.is_grad_enabled()):
         return False
-    return operand.numel() > sum(one.numel() for one in operands if isinstance(one, SplitTensor))
+    return operand.numel() > sum(t.numel() for t in operands if isinstance(t, SplitTensor))
 
 
 @rule_for(F.linear, anywhere=True)
@@ -91,7 +91,7 @@ def linear(func: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -
         return NO_RULE
     batch = [("batch", i) for i in range(x.dim() - 1)]
     labels: list[Labels] = [(*batch, "in"), ("out", "in")]
-    return _with_bias((x, weight), labels, (*batch, "out"), bias, "out", F.linear, -1, summed)
+    return _with_bias((x, weight), labels, (*batch, "out"), bias, F.linear, -1, summed)
 
 
 def _with_bias(
@@ -99,7 +99,6 @@ def _with_bias(
     labels: list[Labels],
     result: Labels,
     bias: Any,
-    out: str,
     compute: Callable[..., torch.Tensor],
     dim: int,
     add: Callable[[torch.Tensor, TensorAxis], torch.Tensor] = total,
@@ -116,7 +115,7 @@ def _with_bias(
         shape = [1] * found.dim()
         shape[dim] = -1
         return found + whole.view(shape)
-    return contract(compute, (*operands, bias), [*labels, (out,)], result, _FIXED)
+    return contract(compute, (*operands, bias), [*labels, ("out",)], result, _FIXED)
 
 
 _FEATURES = ("in", "out")
@@ -157,7 +156,7 @@ def convolution(
         ("batch", "in", *places),
         (*channels, *(f"k{i}" for i in range(weight.dim() - 2))),
     ]
-    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, "out", compute, 1)
+    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, compute, 1)
 
 
 def _grouped(compute: Any, x: Any, weight: Any, bias: Any, given: dict[str, Any]) -> Any:
@@ -243,12 +242,12 @@ def scaled_dot_product_attention(
     if not isinstance(query, SplitTensor) or query.division.dim >= query.dim() - 2:
         return NO_RULE
     dims, extent = query.dim(), query.shape[query.division.dim]
-    for one in (key, value):
-        is_like = one.dim() == dims and one.shape[query.division.dim] == extent
+    for t in (key, value):
+        is_like = t.dim() == dims and t.shape[query.division.dim] == extent
         if not is_like and not enable_gqa:
             return NO_RULE
     if enable_gqa and not all(
-        isinstance(one, SplitTensor) and one.division == query.division for one in (key, value)
+        isinstance(t, SplitTensor) and t.division == query.division for t in (key, value)
     ):
         return NO_RULE
     if dropout_p > 0.0:  # the mask of dropout must be that of one process
@@ -256,7 +255,7 @@ def scaled_dot_product_attention(
             return NO_RULE
         return attention_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
     split, axis = query.division, query.axis
-    pieces = [piece_at(one, split.dim, split, axis) for one in (query, key, value)]
+    pieces = [piece_at(t, split.dim, split, axis) for t in (query, key, value)]
     if attn_mask is not None:
         dim = attn_mask.dim() + split.dim - query.dim()
         has_dim = dim >= 0 and attn_mask.shape[dim] == query.shape[split.dim]
