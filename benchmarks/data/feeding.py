@@ -1,7 +1,7 @@
 """Claim: what `paceline check --data SET` predicts is within 15 % of what loaders read, on sets of
 different kinds, from storage and from memory: the median of its rounds on each of them.
 
-The sets are made up by seed. What a machine's host remembers of its storage is not touched.
+The datasets are random. Caches of the host of a virtual machine are not emptied.
 """
 
 import json
@@ -41,22 +41,22 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in SETS}
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd()) as folder:
-        console.print("the sets are made", highlight=False)
-        made(Path(folder))
+        console.print("making the datasets", highlight=False)
+        make_datasets(Path(folder))
         for number in range(1, args.repeats + 1):
             console.print(f"round {number} of {args.repeats}", highlight=False)
             for name, words in list(SETS.items())[:: -1 if number % 2 else 1]:
-                told = checked(Path(folder), words, args.ranks)
-                seen[name].append(told)
-                for state, rates in told["rates"].items():
+                answer = run_check(Path(folder), words, args.ranks)
+                seen[name].append(answer)
+                for state, rates in answer["rates"].items():
                     (now,) = (one for one in rates if one["ranks"] == args.ranks)
-                    off = abs(now["samples_s"] / told["measured"][state] - 1)
+                    off = abs(now["samples_s"] / answer["measured"][state] - 1)
                     found.setdefault(f"{name}, from {state}", []).append(off)
     args.folder = str(args.folder or "")
     report(args, found, seen)
 
 
-def made(folder: Path) -> None:
+def make_datasets(folder: Path) -> None:
     import h5py
     from PIL import Image
 
@@ -79,14 +79,14 @@ def made(folder: Path) -> None:
     (folder / "mine.py").write_text(MINE)
 
 
-def checked(folder: Path, words: list[str], ranks: int) -> dict[str, Any]:
+def run_check(folder: Path, words: list[str], ranks: int) -> dict[str, Any]:
     command = [str(BIN / "paceline"), "check", "--json", "-n", f"{ranks}", "--data", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def report(args: Any, found: dict[str, list[float]], seen: Any) -> None:

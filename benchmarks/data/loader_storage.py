@@ -2,8 +2,8 @@
 reading its files from start to end, or more; the first batch of a million samples is there within
 0.3 s; and a rank's memory does not grow with the index.
 
-Cold: the kernel is asked to drop the files' pages before each epoch, which it does where nobody
-else has them; what the storage itself remembers is not touched.
+Cold: the kernel drops the files' pages from the page cache before each epoch, unless other
+processes use them. Caches of the storage itself are not emptied.
 """
 
 import json
@@ -55,13 +55,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd()) as name:
         folder = Path(name)
         console.print("two sets are packed", highlight=False)
-        made(folder, args)
-        found = measured(folder, args.repeats)
+        make_datasets(folder, args)
+        found = measure(folder, args.repeats)
     args.folder = str(args.folder or "")
     report(args, found)
 
 
-def made(folder: Path, args: Any) -> None:
+def make_datasets(folder: Path, args: Any) -> None:
     from paceline.data import pack
 
     draw = np.random.default_rng(0)
@@ -75,14 +75,14 @@ def made(folder: Path, args: Any) -> None:
     pack(np.zeros((args.samples, 4), np.float32), folder / "many", statistics=0)
 
 
-def measured(folder: Path, repeats: int) -> dict[str, list[float]]:
-    ways = {"from start to end": on, "blocks": lambda f: epoch(f, "blocks")}
+def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
+    ways = {"from start to end": read_sequentially, "blocks": lambda f: epoch(f, "blocks")}
     ways["all mixed"] = lambda f: epoch(f, True)
     found: dict[str, list[float]] = {name: [] for name in (*ways, "first_s", "grown_mib")}
     for number, turn in enumerate(rounds(list(ways), repeats), 1):
         console.print(f"round {number} of {repeats}", highlight=False)
         for name in turn:
-            cold(folder / "large")
+            evict_pages(folder / "large")
             began = time.perf_counter()
             size = ways[name](folder / "large")
             found[name].append(size / (time.perf_counter() - began))
@@ -93,15 +93,15 @@ def measured(folder: Path, repeats: int) -> dict[str, list[float]]:
     return found
 
 
-def cold(folder: Path) -> None:
+def evict_pages(folder: Path) -> None:
     for path in folder.glob("shard-*.bin"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def on(folder: Path) -> int:
-    """The files from start to end, a large piece at a time."""
+def read_sequentially(folder: Path) -> int:
+    """Read the files from start to end, a large piece at a time."""
     size, piece = 0, bytearray(CHUNK)
     for path in sorted(folder.glob("shard-*.bin")):
         with path.open("rb", buffering=0) as file:

@@ -35,13 +35,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         console.print("two sets are made up", highlight=False)
-        made(folder, args.images, args.arrays)
-        found = measured(folder, args)
+        make_datasets(folder, args.images, args.arrays)
+        found = measure(folder, args)
     report(args, found)
 
 
-def made(folder: Path, images: int, arrays: int) -> None:
-    """The sets in each loader's format, where its package is there."""
+def make_datasets(folder: Path, images: int, arrays: int) -> None:
+    """Write the datasets in each loader's format whose package is installed."""
     from PIL import Image
 
     from paceline.data import pack
@@ -94,7 +94,7 @@ def picture(draw: Any) -> Any:
     return np.clip(whole + 128, 0, 255).astype(np.uint8)
 
 
-def measured(folder: Path, args: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
+def measure(folder: Path, args: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
     """By kind and loader: a median of its epochs for each round."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {"images": {}, "arrays": {}}
     out: set[str] = set()

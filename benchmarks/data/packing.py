@@ -48,7 +48,7 @@ def main() -> None:
         folder = Path(name)
         console.print("three sets are made up", highlight=False)
         made(folder, args)
-        found = measured(folder, args)
+        found = measure(folder, args)
     args.folder = str(args.folder)
     report(args, found)
 
@@ -87,7 +87,7 @@ def kept(folder: Path, kind: str, i: int, end: str, data: bytes) -> None:
         path.write_bytes(data)
 
 
-def measured(folder: Path, args: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
+def measure(folder: Path, args: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
     """By kind and writer: seconds and bytes of each round."""
     ways = [peer + way for peer in args.peers for way in WAYS]
     ways = [way for way in ways if not way.endswith(WAYS[2]) or way.startswith("streaming")]

@@ -54,16 +54,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         console.print("the sources are made", highlight=False)
-        made(folder, args)
+        make_sources(folder, args)
         for number, turn in enumerate(rounds(list(ways), args.repeats), 1):
             console.print(f"round {number} of {args.repeats}", highlight=False)
             for kind in WORK:
                 for way in turn:
-                    found[kind][way].append(packed(folder, kind, ways[way]))
+                    found[kind][way].append(time_packing(folder, kind, ways[way]))
     report(args, found)
 
 
-def made(folder: Path, args: Any) -> None:
+def make_sources(folder: Path, args: Any) -> None:
     from PIL import Image
 
     draw = np.random.default_rng(0)
@@ -76,8 +76,8 @@ def made(folder: Path, args: Any) -> None:
     (folder / "mine.py").write_text(text)
 
 
-def packed(folder: Path, kind: str, where: list[str]) -> float:
-    """Seconds of one packing."""
+def time_packing(folder: Path, kind: str, where: list[str]) -> float:
+    """Return the seconds of one packing."""
     source, words = WORK[kind]
     first, dest = folder / f"first-{list(WORK).index(kind)}", folder / "packed"
     command = [BIN / "paceline", "pack", *where, source, dest.name, *words, "--json"]
@@ -95,7 +95,7 @@ def packed(folder: Path, kind: str, where: list[str]) -> float:
 
 
 def bytes_of(folder: Path) -> bytes:
-    """Of all samples, in their order."""
+    """Return the bytes of all samples, in their order."""
     return b"".join(path.read_bytes() for path in sorted(folder.glob("shard-*.bin")))
 
 

@@ -81,8 +81,8 @@ class Case:
         self.folder, self.stage, self.args = folder, stage, args
         self.sets = {name: folder / name for name in ("files", "packed", "upsampled")}
 
-    def said(self, *words: object, cwd: Path = EXAMPLES, **environment: object) -> str:
-        """What a command prints; its end is this one's where it fails."""
+    def output_of(self, *words: object, cwd: Path = EXAMPLES, **environment: object) -> str:
+        """Return what a command prints; exit if it fails."""
         command = [str(BIN / "paceline"), *map(str, words)]
         more = {name: str(value) for name, value in environment.items()}
         env = {**os.environ, "PATCHES": str(self.sets["files"]), "PACELINE_PROGRESS": "0", **more}
@@ -102,12 +102,12 @@ class Case:
         }
         for name, words in ways.items():
             began = time.monotonic()
-            self.said(*words)
+            self.output_of(*words)
             found[f"{name}_s"] = round(time.monotonic() - began, 1)
             sizes = [path.stat().st_size for path in files_of(self.sets[name])]
             found |= {f"{name}_files": len(sizes), f"{name}_bytes": sum(sizes)}
         began = time.monotonic()
-        self.said("stage", self.sets["upsampled"], self.stage)
+        self.output_of("stage", self.sets["upsampled"], self.stage)
         found["stage_s"] = round(time.monotonic() - began, 1)
         os.sync()  # pages that are not on the disk yet can't be dropped
         return found
@@ -115,21 +115,21 @@ class Case:
     def asked(self) -> dict[str, Any]:
         """What paceline says of the first step, and of the third."""
         check = ("check", "-n", 2, "--quick", "--json", "--data")
-        bands = json.loads(self.said(*check, self.sets["files"] / "bands"))
+        bands = json.loads(self.output_of(*check, self.sets["files"] / "bands"))
         as_is = json.loads(
-            self.said(*check, self.sets["packed"], "--transform", "patches:augmented")
+            self.output_of(*check, self.sets["packed"], "--transform", "patches:augmented")
         )
         minutes = ("--minutes", self.args.minutes)
         train = ("patches.py", "train", self.sets["files"], "--steps", 100_000)
-        found = json.loads(self.said("diagnose", "-n", 2, "--json", *minutes, *train))
+        found = json.loads(self.output_of("diagnose", "-n", 2, "--json", *minutes, *train))
         causes = [f"{100 * one['share']:.1f} %  {one['sentence']}" for one in found["causes"]]
         gains = [f"{one['knob']}: {gain(one['gain'])}" for one in found["remedies"]]
         for line in (*causes, *gains):
             console.print(f"diagnose: {line}", highlight=False)
         for name, one in (("files", bands), ("packed", as_is)):
             for remedy in one["remedies"]:
-                told = f"{remedy['samples_s']:,.0f} samples/s with {remedy['sentence']}"
-                console.print(f"check, {name}: {told}", highlight=False)
+                text = f"{remedy['samples_s']:,.0f} samples/s with {remedy['sentence']}"
+                console.print(f"check, {name}: {text}", highlight=False)
         found = {name: found[name] for name in ("causes", "remedies", "waterfall", "witnesses")}
         return {"diagnosis": found, "check": {"files": bands, "packed": as_is}}
 
@@ -146,7 +146,7 @@ class Case:
     def trained(self, step: Step) -> dict[str, float]:
         """Shares of all ranks' time, and what was read: of the ranks together."""
         source, record = self.sets[step.folder], self.folder / "record"
-        cold(files_of(source))
+        evict_pages(files_of(source))
         shutil.rmtree(record, ignore_errors=True)
         start: tuple[object, ...] = ("run", "-n", 2, "--record", record)
         more = {"PACELINE_STAGE": self.stage} if step.staged else {}
@@ -154,22 +154,21 @@ class Case:
             start = (*start, "--stage", source)
         counts = self.folder / "counts"
         words = (counts, "train", source, "--steps", self.args.steps, *step.words)
-        said = self.said(*start, SCRIPTS / "data/counted.py", *words, **more)
-        told = json.loads(self.said("report", "--json", record))
-        ranks = told["states"]
+        printed = self.output_of(*start, SCRIPTS / "data/counted.py", *words, **more)
+        figures = json.loads(self.output_of("report", "--json", record))
+        ranks = figures["states"]
         shares = {state: sum(one[state] for one in ranks) / len(ranks) for state in ranks[0]}
         reads = [json.loads(Path(f"{counts}{rank}").read_text()) for rank in range(len(ranks))]
         sums = {name: float(sum(one[name] for one in reads)) for name in reads[0]}
-        loss = re.search(r"([\d.]+) in the last", said)
-        assert loss is not None, said
+        loss = re.search(r"([\d.]+) in the last", printed)
+        assert loss is not None, printed
         rate = {
-            "samples_s": told["samples_per_s"],
+            "samples_s": figures["samples_per_s"],
             "loss": float(loss[1]),
-            "wall_s": told["wall_s"],
+            "wall_s": figures["wall_s"],
         }
-        samples = (
-            told["samples"] * self.args.steps / (self.args.steps - 1)
-        )  # all but the first step
+        # All but the first step.
+        samples = figures["samples"] * self.args.steps / (self.args.steps - 1)
         return {**shares, **rate, **sums, "opened_a_sample": sums["opened"] / samples}
 
 
@@ -181,7 +180,7 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def cold(files: Iterable[Path]) -> None:
+def evict_pages(files: Iterable[Path]) -> None:
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -212,7 +211,7 @@ def report(
 
 
 def table(medians: dict[str, Any]) -> list[str]:
-    """Lines of Markdown, for the docs."""
+    """Return a table in Markdown, for the docs."""
     lines = [f"| step | {' | '.join(HEADS)} |", "| --- |" + " --- |" * len(HEADS)]
     for name, one in medians.items():
         rate = one["samples_s"]

@@ -1,12 +1,12 @@
 """Claim: `paceline stage` takes at most 1.2 times as long as `cp` of the same shards, and less than
 `cp -r` of the same samples as files; from a cold and a warm cache, to a disk and to memory.
 
-One packed set, made up by seed. Stage compares each shard with its checksum, which cp does not; the
-time ends for neither with what the disk has written by then, but with the command. All from Python
-of this process: cp is a program of its own, as it always is.
+One packed dataset of random bytes. Stage compares each shard with its checksum, which cp does not.
+The measured time ends with the command, before the disk has written everything. Stage is called in
+this process; cp is a program of its own.
 
-Cold: the kernel is asked to drop the files' pages before each, which it does where nobody else has
-them; what the storage itself remembers is not touched.
+Cold: the kernel drops the files' pages from the page cache before each copy, unless other processes
+use them. Caches of the storage itself are not emptied.
 """
 
 import os
@@ -42,14 +42,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=where) as name:
         folder = Path(name)
         console.print("a set is packed", highlight=False)
-        made(folder, args.megabytes * 1_000_000 // args.samples, args.samples)
-        found = measured(folder, to, args.repeats)
+        make_dataset(folder, args.megabytes * 1_000_000 // args.samples, args.samples)
+        found = measure(folder, to, args.repeats)
     args.folder, args.to = str(args.folder or ""), [str(one) for one in to]
     report(args, found)
 
 
-def made(folder: Path, each: int, samples: int) -> None:
-    """The set, and its samples as files, a thousand to a folder."""
+def make_dataset(folder: Path, each: int, samples: int) -> None:
+    """Write a dataset as files, a thousand to a folder, and pack it."""
     from paceline.data import pack
 
     draw = np.random.default_rng(0)
@@ -60,30 +60,30 @@ def made(folder: Path, each: int, samples: int) -> None:
     pack(folder / "files", folder / "packed", statistics=0)
 
 
-def measured(folder: Path, to: list[Path], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds, by destination and cache, and by way."""
+def measure(folder: Path, to: list[Path], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Return seconds by destination and cache, and by way."""
     cases = [(place, state) for place in to for state in ("cold", "warm")]
     found: dict[str, dict[str, list[float]]] = {
-        told(place, state): {way: [] for way in WAYS} for place, state in cases
+        case_name(place, state): {way: [] for way in WAYS} for place, state in cases
     }
     for number in range(repeats):
         console.print(f"round {number + 1} of {repeats}", highlight=False)
         for place, state in cases:
             for way in rounds(list(WAYS), repeats)[number]:
-                took = once(way, folder, place, state == "cold")
-                found[told(place, state)][way].append(took)
+                took = time_copy(way, folder, place, state == "cold")
+                found[case_name(place, state)][way].append(took)
     return found
 
 
-def told(place: Path, state: str) -> str:
+def case_name(place: Path, state: str) -> str:
     return f"to {place}, {state} cache"
 
 
-def once(way: str, folder: Path, place: Path, cold: bool) -> float:
+def time_copy(way: str, folder: Path, place: Path, cold: bool) -> float:
     from paceline.data.staging.stage import stage
 
     source = folder / ("files" if way == FILES else "packed")
-    (forgotten if cold else remembered)(source)
+    (evict_pages if cold else read_pages)(source)
     with tempfile.TemporaryDirectory(dir=place) as name:
         os.sync()  # what an earlier one has left to write
         began = time.perf_counter()
@@ -92,14 +92,14 @@ def once(way: str, folder: Path, place: Path, cold: bool) -> float:
         else:
             subprocess.run(["cp", "-r", str(source), name], check=True)
         took = time.perf_counter() - began
-        same(way, source, Path(name))
+        check_copied(way, source, Path(name))
         shutil.rmtree(name)
         Path(name).mkdir()
     return took
 
 
-def same(way: str, source: Path, to: Path) -> None:
-    """Of what was copied all bytes are there."""
+def check_copied(way: str, source: Path, to: Path) -> None:
+    """Exit if the copy has other bytes than its source."""
     sizes = [
         sum(p.stat().st_size for p in below.rglob("[!.]*") if p.is_file()) for below in (to, source)
     ]
@@ -107,7 +107,7 @@ def same(way: str, source: Path, to: Path) -> None:
         raise SystemExit(f"{way} has copied {sizes[0]:,} bytes of {sizes[1]:,}")
 
 
-def forgotten(folder: Path) -> None:
+def evict_pages(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -115,7 +115,7 @@ def forgotten(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def remembered(folder: Path) -> None:
+def read_pages(folder: Path) -> None:
     piece = bytearray(4 << 20)
     for path in folder.rglob("*"):
         if path.is_file():

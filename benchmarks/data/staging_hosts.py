@@ -39,17 +39,17 @@ def main() -> None:
     require([] if shutil.which("sshfs") else ["sshfs"])
     with open_hosts(args.hosts) as hosts:
         folder = hosts.new_folder() / "set"
-        size = made(folder, args.megabytes)
+        size = pack_dataset(folder, args.megabytes)
         limit_link(hosts, "host0", args.mbit, "100kb", "50ms")
         found: dict[str, Any] = {way: [] for way in WAYS}
         for turn, order in enumerate(rounds(list(WAYS), args.repeats)):
             for way in order:
-                found[way].append(measured(hosts, folder, way, size))
+                found[way].append(measure(hosts, folder, way, size))
             console.print(f"round {turn + 1} of {args.repeats}", highlight=False)
     report(args, found, size)
 
 
-def made(folder: Path, megabytes: int) -> int:
+def pack_dataset(folder: Path, megabytes: int) -> int:
     from paceline.data import pack
 
     x = np.random.default_rng(0).integers(0, 256, (megabytes, 1_000_000), dtype=np.uint8)
@@ -57,7 +57,7 @@ def made(folder: Path, megabytes: int) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def measured(hosts: Any, folder: Path, way: str, size: int) -> dict[str, float]:
+def measure(hosts: Any, folder: Path, way: str, size: int) -> dict[str, float]:
     """Seconds; and bytes that left the server, by those of the set."""
     names = hosts.names[1:]
     for name in names:
@@ -65,9 +65,9 @@ def measured(hosts: Any, folder: Path, way: str, size: int) -> dict[str, float]:
         options = f"ro,max_conns=2,sftp_server={SFTP}"
         hosts.run(name, "sshfs", "-o", options, f"host0:{folder}", SET)
     try:
-        before, start = sent(hosts), time.perf_counter()
+        before, start = sent_bytes(hosts), time.perf_counter()
         seconds = WHAT[way](hosts, names)
-        command, after = time.perf_counter() - start, sent(hosts)
+        command, after = time.perf_counter() - start, sent_bytes(hosts)
         whole = [
             hosts.run(name, "sh", "-c", f"ls {NEAR}/*/*/* {NEAR}/*/* | wc -l") for name in names
         ]
@@ -79,32 +79,32 @@ def measured(hosts: Any, folder: Path, way: str, size: int) -> dict[str, float]:
     return {"seconds": seconds, "command": command, "crossed": (after - before) / size}
 
 
-def together(hosts: Any, names: list[str]) -> float:
+def stage_together(hosts: Any, names: list[str]) -> float:
     words = [BIN / "paceline", "stage", SET, NEAR, "-H", ",".join(names), "--json"]
-    told = json.loads(hosts.run(names[0], *words, timeout=600).stdout)
-    assert all(one["here"] == one["shards"] for one in told["hosts"]), told
-    return max(one["seconds"] for one in told["hosts"])
+    answer = json.loads(hosts.run(names[0], *words, timeout=600).stdout)
+    assert all(one["here"] == one["shards"] for one in answer["hosts"]), answer
+    return max(one["seconds"] for one in answer["hosts"])
 
 
-def alone(hosts: Any, names: list[str]) -> float:
+def stage_alone(hosts: Any, names: list[str]) -> float:
     words = [BIN / "paceline", "stage", SET, NEAR, "--json"]
     running = [hosts.start(name, *words) for name in names]
     return max(json.loads(one.communicate(timeout=600)[0])["seconds"] for one in running)
 
 
-def copied(hosts: Any, names: list[str]) -> float:
+def copy_on_each(hosts: Any, names: list[str]) -> float:
     start = time.perf_counter()
     running = [hosts.start(name, "cp", "-r", SET, f"{NEAR}/a") for name in names]
     assert [one.wait(600) for one in running] == [0] * len(names)
     return time.perf_counter() - start
 
 
-WHAT = {TOGETHER: together, ALONE: alone, CP: copied}
+WHAT = {TOGETHER: stage_together, ALONE: stage_alone, CP: copy_on_each}
 
 
-def sent(hosts: Any) -> int:
-    told = json.loads(hosts.run("host0", "ip", "-s", "-j", "link", "show", "eth0").stdout)
-    return int(told[0]["stats64"]["tx"]["bytes"])
+def sent_bytes(hosts: Any) -> int:
+    answer = json.loads(hosts.run("host0", "ip", "-s", "-j", "link", "show", "eth0").stdout)
+    return int(answer[0]["stats64"]["tx"]["bytes"])
 
 
 def report(args: Any, found: dict[str, list[dict[str, float]]], size: int) -> None:
@@ -116,10 +116,10 @@ def report(args: Any, found: dict[str, list[dict[str, float]]], size: int) -> No
     headings = ("", "s", "low", "high", "command, s", "crossed, of the set")
     title = f"{size / 1e6:.0f} MB on {args.hosts} hosts, {args.mbit} Mbit/s: {least:.1f} s"
     table = new_table(*headings, title=title)
-    for way, told in medians.items():
-        s = told["seconds"]
+    for way, answer in medians.items():
+        s = answer["seconds"]
         cells = [f"{s['median']:.1f}", f"{s['low']:.1f}", f"{s['high']:.1f}"]
-        crossed, command = told["crossed"]["median"], told["command"]["median"]
+        crossed, command = answer["crossed"]["median"], answer["command"]["median"]
         table.add_row(way, *cells, f"{command:.1f}", f"{crossed:.2f}")
     console.print(table)
     crossed = [one["crossed"] for one in found[TOGETHER]]

@@ -53,7 +53,7 @@ def main() -> None:
     batches = [int(one) for one in args.batches.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.models or Path(temporary)
-        exports = prepared(folder, backends)
+        exports = export_models(folder, backends)
         measured = [
             one_round(folder, exports, order, batches, args.seconds, backends)
             for order in rounds(MODELS, args.repeats)
@@ -62,7 +62,7 @@ def main() -> None:
     report(args, exports, measured, batches)
 
 
-def prepared(folder: Path, backends: list[str]) -> dict[str, Any]:
+def export_models(folder: Path, backends: list[str]) -> dict[str, Any]:
     """Export the models that the folder lacks. Return errors and reasons of all."""
     folder.mkdir(parents=True, exist_ok=True)
     said = folder / "exports.json"

@@ -56,12 +56,12 @@ def trained(way: str, seed: int, epochs: int) -> tuple[list[dict[str, float]], f
         (folder / "s.toml").write_text("\n".join(lines) + "\n")
         words = ["run", "-n", "2", "--threads", "1", "--settings", folder / "s.toml"]
         words += ["--record", folder / "record", SCRIPTS / "exchange/digits_ddp.py"]
-        said = output([BIN / "paceline", *words, "--seed", seed, "--epochs", epochs])
-        told = json.loads(output([BIN / "paceline", "report", "--json", folder / "record"]))
-    found = [json.loads(one) for one in re.findall(r"{.*}", said)]
-    assert len(found) == epochs, said
-    whole = sum(one["bytes"] for group in told["groups"] for one in group["collectives"])
-    return found, whole / told["steps"]
+        printed = output([BIN / "paceline", *words, "--seed", seed, "--epochs", epochs])
+        figures = json.loads(output([BIN / "paceline", "report", "--json", folder / "record"]))
+    found = [json.loads(one) for one in re.findall(r"{.*}", printed)]
+    assert len(found) == epochs, printed
+    whole = sum(one["bytes"] for group in figures["groups"] for one in group["collectives"])
+    return found, whole / figures["steps"]
 
 
 def output(command: list[Any]) -> str:
@@ -86,8 +86,8 @@ def report(args: Any, curves: dict[str, Any], sent: dict[str, float]) -> None:
                 for epoch in range(args.epochs)
             ],
         }
-        told = spread(last[way])
-        cells = [f"{told[key]:.4f}" for key in ("median", "low", "high")]
+        figures = spread(last[way])
+        cells = [f"{figures[key]:.4f}" for key in ("median", "low", "high")]
         table.add_row(way, f"{sent[way] / 1e3:.1f}", *cells, f"{accuracy:.3f}")
     console.print(table)
     if args.picture:
@@ -101,10 +101,10 @@ def drawn(medians: dict[str, Any], path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     figure = plots.Figure(layout={"width": 900, "height": 480, "template": "plotly_white"})
-    for way, told in medians.items():
-        name = f"{way}: {told['bytes_a_step'] / 1e3:.1f} kB a step"
-        epochs = list(range(1, len(told["losses"]) + 1))
-        figure.add_scatter(x=epochs, y=told["losses"], name=name, mode="lines+markers")
+    for way, figures in medians.items():
+        name = f"{way}: {figures['bytes_a_step'] / 1e3:.1f} kB a step"
+        epochs = list(range(1, len(figures["losses"]) + 1))
+        figure.add_scatter(x=epochs, y=figures["losses"], name=name, mode="lines+markers")
     figure.update_xaxes(title="epoch")
     figure.update_yaxes(title="held-out loss", type="log")
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:

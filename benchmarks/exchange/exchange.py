@@ -48,8 +48,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     sizes = {str(n): [by_size(n) for _ in range(args.rounds)] for n in args.ranks}
-    training = trained(args)
-    examples = {name: trained_over(name, args.runs) for name in EXAMPLES}
+    training = train_models(args)
+    examples = {name: train_example(name, args.runs) for name in EXAMPLES}
     targets = [*of_sizes(sizes), *of_training(training), *of_examples(examples)]
     console.print(shown(training))
     console.print(shown_examples(examples))
@@ -65,13 +65,13 @@ def by_size(count: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def trained(args: Any) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def train_models(args: Any) -> dict[str, dict[str, list[tuple[float, float]]]]:
     console.print("three models")
     script = "exchange/exchange_training.py"
     return dict(result_of(on_ranks(2, script, OUT, args.repeats, args.steps)))
 
 
-def trained_over(name: str, runs: int) -> dict[str, list[float]]:
+def train_example(name: str, runs: int) -> dict[str, list[float]]:
     """Samples/s of an example from its second step on, as its record has it."""
     console.print(f"examples/{name}.py", highlight=False)
     found: dict[str, list[float]] = {GLOO: [], OWN: []}

@@ -43,7 +43,7 @@ def main() -> None:
     args.sockets = lists
     found = {}
     for ranks in args.ranks:
-        for name, each in measured(ranks, lists, args.repeats, args.sizes).items():
+        for name, each in measure(ranks, lists, args.repeats, args.sizes).items():
             found[f"{ranks} ranks, {name}"] = each
     report(args, found, real)
 
@@ -63,7 +63,7 @@ def sockets() -> tuple[list[str], bool]:
     return [format_ranges(cores[:half]), format_ranges(cores[half : 2 * half])], False
 
 
-def measured(ranks: int, lists: list[str], repeats: int, sizes: list[int]) -> Any:
+def measure(ranks: int, lists: list[str], repeats: int, sizes: list[int]) -> Any:
     words = [OUT, "--rounds", repeats, "--sizes", *sizes]
     command = on_ranks(ranks, "exchange/sockets.py", *words, options=["--bind", "none"])
     return result_of(command, **{SOCKET_VARIABLE: " ".join(lists)})

@@ -122,11 +122,11 @@ def main() -> None:
     with torch.device("meta"):
         counts = {name: counted(build()) for name, build in NETWORKS.items()}
     with console.status("exchanges"):
-        times = measured(args)
+        times = measure(args)
     report(args, counts, times)
 
 
-def measured(args: Any) -> dict[str, list[float]]:
+def measure(args: Any) -> dict[str, list[float]]:
     """Return the seconds of two exchanges, apart and fused, in each round."""
     script, options = "large_batch/fused_exchanges.py", ["--threads", 1]
     return dict(result_of(on_ranks(2, script, OUT, args.repeats, args.exchanges, options=options)))

@@ -37,11 +37,11 @@ def main() -> None:
     args = parser.parse_args()
     order = [kind for kinds in rounds(KINDS, args.repeats) for kind in kinds]
     with console.status("norms"):
-        ranks = measured(order, args)
+        ranks = measure(order, args)
     report(args, ranks)
 
 
-def measured(order: list[str], args: Any) -> list[list[dict[str, Any]]]:
+def measure(order: list[str], args: Any) -> list[list[dict[str, Any]]]:
     """Return the blocks of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.json"

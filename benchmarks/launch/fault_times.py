@@ -1,4 +1,4 @@
-"""Claim: a death is told within 1 second, and training goes on within 10 seconds of it.
+"""Claim: a failure is reported within 1 second, and training continues within 10 seconds of it.
 
 Two ranks of this machine; rank 1 is killed, raises, or is stopped (SIGSTOP), and the job is started
 again once, by `paceline run --max-restarts 1` and by torchrun. Measured from the fault until the
@@ -38,7 +38,7 @@ from start_time import free_port
 
 FAULTS = ("killed", "raised", "stopped")
 LAUNCHERS = ("paceline", "torchrun")
-WHAT = {"told_s": "told after, s", "again_s": "training again after, s"}
+WHAT = {"told_s": "reported after, s", "again_s": "training again after, s"}
 WORDS = {  # the first of them in a line of the launcher's says that it knows
     "paceline": ("paceline: rank 1", "no rank has made progress"),
     "torchrun": ("failed (exitcode", "Sending process", "will restart worker group"),
@@ -84,7 +84,7 @@ def compared(args: argparse.Namespace, measure: Callable[[str, str], dict[str, f
 
 
 def measure(fault: str, launcher: str, silence: float) -> dict[str, float]:
-    """Seconds from the fault; PATIENCE where it was never told, or training never went on."""
+    """Return seconds from the fault; PATIENCE if there was no report, or training ended."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = {
@@ -118,7 +118,7 @@ def script(fault: str, folder: Path, launcher: str, silence: float) -> list[str]
 
 
 def seconds_of(folder: Path, heard: Heard) -> dict[str, float]:
-    """From the fault until it was told, and until training went on."""
+    """Return the seconds from the fault to its report, and to the end of the next step."""
     began = float((folder / "fault").read_text())
     told = min((at for at in heard.times if at > began), default=began + PATIENCE)
     again = folder / "again"

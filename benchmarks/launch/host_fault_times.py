@@ -1,4 +1,4 @@
-"""Claim: on two hosts a death is told within 1 second, and training goes on within 10 of it.
+"""Claim: on two hosts a failure is reported within 1 second, and training continues within 10.
 
 One rank on each of two hosts, which are Linux namespaces of this machine (tests/bed: root, sshd and
 iproute2 are needed). On host2 the rank is killed, or the host crashes, or its link is cut; the job
@@ -37,19 +37,19 @@ def main() -> None:
 
 
 def measure(hosts: bed.Hosts, fault: str, launcher: str, silence: float) -> dict[str, float]:
-    """Seconds from the fault; PATIENCE where it was never told, or training never went on."""
+    """Return seconds from the fault; PATIENCE if there was no report, or training ended."""
     with _shared_folder(hosts) as folder:
         launchers = start(hosts, folder, launcher, silence, fault)
         with Heard(launchers, (*WORDS[launcher], f"{THERE} is lost")) as heard:
             if fault != "killed":
-                befall(hosts, folder, fault, heard)
+                cause_fault(hosts, folder, fault, heard)
             heard.wait(PATIENCE)
         return seconds_of(folder, heard)
 
 
 @contextlib.contextmanager
 def _shared_folder(hosts: bed.Hosts) -> Iterator[Path]:
-    """A folder that all hosts see; at its end they are as new."""
+    """Yield a folder that all hosts see; restore the hosts at the end."""
     folder = hosts.new_folder()
     try:
         yield folder
@@ -79,8 +79,8 @@ def start(
     ]
 
 
-def befall(hosts: bed.Hosts, folder: Path, fault: str, heard: Heard) -> None:
-    """Once the job trains, let the host crash, or cut its link."""
+def cause_fault(hosts: bed.Hosts, folder: Path, fault: str, heard: Heard) -> None:
+    """Crash the host or cut its link, once the job trains."""
     reached, deadline = folder / "reached", time.monotonic() + PATIENCE
     while not (reached.exists() and reached.read_text()):
         if heard.wait(0.01) or time.monotonic() > deadline:

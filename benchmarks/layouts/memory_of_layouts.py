@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[], help="default: all")
     args = parser.parse_args()
     found = {
-        ranks: [measured(ranks, args.models) for _ in range(args.repeats)] for ranks in args.ranks
+        ranks: [measure(ranks, args.models) for _ in range(args.repeats)] for ranks in args.ranks
     }
     headings = ("rule", "activations", "block", "predicted", "measured")
     headings = ("job", *headings, "measured / rule", "predicted / measured")
@@ -44,7 +44,7 @@ def main() -> None:
     for ranks, rounds in found.items():
         for rows in zip(*rounds, strict=True):
             job = f"{rows[0]['model']}, {rows[0]['layout']}, {ranks} ranks"
-            against = [one["measured_bytes"] / expected(one) for one in rows]
+            against = [one["measured_bytes"] / expected_bytes(one) for one in rows]
             predicted = [one["predicted_bytes"] / one["measured_bytes"] for one in rows]
             ratios[job] = {
                 "measured / rule": with_rounds(against),
@@ -68,12 +68,12 @@ def main() -> None:
     finish(args, found, medians, ratios, targets)
 
 
-def expected(row: dict[str, Any]) -> int:
+def expected_bytes(row: dict[str, Any]) -> int:
     """Return the bytes of the claim."""
     return int(row["rule_bytes"] + row["activation_bytes"] + row["block_bytes"])
 
 
-def measured(ranks: int, models: list[str]) -> list[dict[str, Any]]:
+def measure(ranks: int, models: list[str]) -> list[dict[str, Any]]:
     command = on_ranks(ranks, "layouts/memory_of_layouts.py", OUT, *models)
     return list(result_of(command, OMP_NUM_THREADS="1"))
 

@@ -30,7 +30,7 @@ def main() -> None:
     parser = options("memory_prediction", __doc__ or "", repeats=1)
     parser.add_argument("--models", nargs="*", default=[], help="default: all")
     args = parser.parse_args()
-    rounds = [measured(args.models) for _ in range(args.repeats)]
+    rounds = [measure(args.models) for _ in range(args.repeats)]
     headings = ("model", "predicted KiB", "measured KiB", "predicted / measured", "peak in")
     table = new_table(*headings, title="Peak memory of a step")
     medians, ratios, targets = {}, {}, []
@@ -51,7 +51,7 @@ def main() -> None:
     finish(args, rounds, medians, ratios, targets)
 
 
-def measured(models: list[str]) -> dict[str, dict[str, float]]:
+def measure(models: list[str]) -> dict[str, dict[str, float]]:
     command = [sys.executable, SCRIPTS / "layouts/memory_prediction.py", OUT, *models]
     return dict(result_of(command, OMP_NUM_THREADS="1"))
 

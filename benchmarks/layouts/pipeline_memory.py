@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[], help="default: all")
     args = parser.parse_args()
     rounds = [
-        [row for layout in args.layouts for row in measured(layout, args.models)]
+        [row for layout in args.layouts for row in measure(layout, args.models)]
         for _ in range(args.repeats)
     ]
     headings = ("stage", "predicted", "measured", "predicted / measured")
@@ -58,7 +58,7 @@ def main() -> None:
     finish(args, rounds, medians, ratios, targets)
 
 
-def measured(layout: str, models: list[str]) -> list[dict[str, Any]]:
+def measure(layout: str, models: list[str]) -> list[dict[str, Any]]:
     ranks = 4 if "zero" in layout else 2
     command = on_ranks(ranks, "layouts/pipeline_memory.py", OUT, layout, *models)
     return list(result_of(command, OMP_NUM_THREADS="1"))

@@ -70,7 +70,10 @@ def main() -> None:
 
 def half_of_the_memory(args: Any, batch: torch.Tensor) -> dict[str, list[float]]:
     """Return the times of steps without recomputation, and with half of the activations."""
-    models = {"plain": made(args.blocks, args.width), "auto": made(args.blocks, args.width)}
+    models = {
+        "plain": build_model(args.blocks, args.width),
+        "auto": build_model(args.blocks, args.width),
+    }
     budget = kept_bytes(models["plain"], batch) / 2
     recompute_blocks(models["auto"], "auto", budget / GIB, None, print)
     for model in models.values():
@@ -145,7 +148,7 @@ class Searched:
             block.forward.way = way
 
 
-def made(blocks: int, width: int) -> nn.Module:
+def build_model(blocks: int, width: int) -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
     return nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)

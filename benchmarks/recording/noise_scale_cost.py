@@ -27,7 +27,7 @@ def main() -> None:
     found = []
     for number in range(args.repeats):
         with console.status(f"round {number + 1} of {args.repeats}"):
-            found.append(measured(args))
+            found.append(measure(args))
     costs = [of_round(ranks) for ranks in found]
     share = with_rounds([one["share"] for one in costs])
     medians = {key: spread([one[key] for one in costs]) for key in costs[0]}
@@ -42,7 +42,7 @@ def main() -> None:
     )
 
 
-def measured(args: Any) -> list[dict[str, Any]]:
+def measure(args: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.json"
         words = [SCRIPTS / "recording/noise_steps.py", path, args.batch, args.steps, args.pairs]

@@ -74,11 +74,11 @@ def measure(order: list[str], args: Any) -> list[dict[str, Any]]:
         turns = []
         with job(folder, args):
             for who in order:
-                with looking(folder / "record", WORDS.get(who)) as pid:
+                with running_top(folder / "record", WORDS.get(who)) as pid:
                     time.sleep(args.settle)
-                    before, start = used(pid), time.monotonic_ns()
+                    before, start = cpu_seconds_of(pid), time.monotonic_ns()
                     time.sleep(args.seconds)
-                    turns.append((who, start, time.monotonic_ns(), used(pid) - before))
+                    turns.append((who, start, time.monotonic_ns(), cpu_seconds_of(pid) - before))
         stamps = [array("q", path.read_bytes()) for path in sorted(folder.glob("stamps-*"))]
     return [
         {"name": who, **steps(stamps, start, end), "own_share": own / (end - start) * 1e9}
@@ -116,8 +116,8 @@ def job(folder: Path, args: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def looking(record: Path, words: list[str] | None) -> Iterator[int | None]:
-    """``paceline top`` on a terminal of its own, for a while; its process."""
+def running_top(record: Path, words: list[str] | None) -> Iterator[int | None]:
+    """Run ``paceline top`` on a terminal of its own in the body of ``with``; yield its PID."""
     if words is None:
         yield None
         return
@@ -154,8 +154,8 @@ def drain(outer: int, drawn: threading.Event) -> None:
             drawn.set()
 
 
-def used(pid: int | None) -> float:
-    """Processor time of a process so far, in seconds."""
+def cpu_seconds_of(pid: int | None) -> float:
+    """Return the CPU time of a process, in seconds."""
     if pid is None:
         return 0.0
     return sum(map(int, stat_fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")

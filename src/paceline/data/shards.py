@@ -116,9 +116,8 @@ class Shards:
         self._open_lock = ForkSafeLock()
         self._staged = open_staged_here(self.folder)
         self._index = self._open_index()
-        self._next_staged_check: dict[
-            int, float
-        ] = {}  # shard that is not staged -> time of the next check
+        # Time of the next check, by shards that are not staged.
+        self._next_staged_check: dict[int, float] = {}
         self._files: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -424,11 +423,10 @@ class Shards:
         return None
 
     def _bad_sample(self, i: int, row: IndexRow, reason: object) -> DataError:
-        file = self.meta.shards[row.shard].file
-        near = self._staged is not None and row.shard not in self._next_staged_check
-        return self._bad(
-            file, i, row.offset, reason, self._staged.path if self._staged and near else None
-        )
+        folder = self.folder
+        if self._staged is not None and row.shard not in self._next_staged_check:
+            folder = self._staged.path
+        return self._bad(self.meta.shards[row.shard].file, i, row.offset, reason, folder)
 
     def _bad(
         self, file: str, i: int, offset: int, reason: object, folder: Path | None = None
@@ -436,9 +434,8 @@ class Shards:
         name = ""
         with contextlib.suppress(DataError):  # the sample's error counts, and not that of its name
             name = self.name(i)
-        return DataError(
-            (folder or self.folder) / file, i, offset, f"{reason}" + (f" ({name})" if name else "")
-        )
+        reason = f"{reason} ({name})" if name else f"{reason}"
+        return DataError((folder or self.folder) / file, i, offset, reason)
 
 
 def count_classes(largest: int, file: Path | str) -> int:
@@ -514,11 +511,8 @@ def verify(
     try:
         while at < len(shards) or waiting:
             while at < len(shards) and len(waiting) < 2 * workers:
-                waiting.append(
-                    pool.submit(
-                        _verify_chunk, shards, range(at, min(at + VERIFIED_TOGETHER, len(shards)))
-                    )
-                )
+                chosen = range(at, min(at + VERIFIED_TOGETHER, len(shards)))
+                waiting.append(pool.submit(_verify_chunk, shards, chosen))
                 at += VERIFIED_TOGETHER
             read, bad = waiting.popleft().result()
             found += bad

@@ -226,6 +226,6 @@ def test_unresponsive_node_is_skipped(packed, tmp_path, job, monkeypatch):
         one.end({"host": "mute"})
         found = stage(packed, tmp_path / "host0", together=True)
         one.close()
-    assert store.check([f"{peer_transfer.PREFIX}/0/{found.folder.name}/told/1"])
+    assert store.check([f"{peer_transfer.PREFIX}/0/{found.folder.name}/results/1"])
     assert (found.here, found.fetched) == (40, 0)
     assert content(found.folder) == content(packed)

@@ -1,17 +1,23 @@
-"""Which gradients of TensorFlow and Keras are exchanged, under which names, in which groups."""
+"""Gradients that TensorFlow and Keras have computed: their names and groups, and their exchange.
+
+The gradients of a step are submitted in one or several parts, as tensors of torch. The core fuses
+them, and exchanges them in its thread until this rank waits for all parts.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .core.process_sets import ProcessSet
-from .core.requests import ReduceOp
-from .torch.basics import Average, Sum
-from .torch.gradient_exchange import ExchangeOptions
-from .torch.named_parameters import groups_of, split_evenly
-from .torch.submission import reduce_op
+import torch
 
-GROUPS_RULE = "groups should be a non-negative integer or a list of list of variables"
+from .core.coordinator import Coordinator
+from .core.process_sets import ProcessSet
+from .core.requests import Kind, Operation, ReduceOp
+from .torch.basics import Average, Sum
+from .torch.gradient_exchange import ExchangeOptions, packed
+from .torch.named_parameters import groups_of, number_or_groups, split_evenly
+from .torch.submission import checked, coordinator_of, new_request, reduce_op
+
 # Returns the exchanged gradients from gradients, their names, the options, and the numbers of those
 # that are reduced together.
 Exchange = Callable[[list[Any], list[str], ExchangeOptions, list[list[int]]], list[Any]]
@@ -133,13 +139,72 @@ def new_rules(
             f"{', '.join(one.name.capitalize() for one in ops)}. HINT: op=hvd.Average"
         )
     options = ExchangeOptions(compression, how, predivide_factor, 0, sparse_as_dense, process_set)
-    groups = groups_of(num_groups, groups, level=4)
-    if isinstance(groups, bool) or not isinstance(groups, int | list | tuple | None):
-        raise ValueError(f"{GROUPS_RULE}; this is of type {type(groups).__name__}")
-    if isinstance(groups, int) and groups < 0:
-        raise ValueError(f"{GROUPS_RULE}; this is {groups}")
-    if isinstance(groups, list | tuple) and any(
-        not isinstance(group, list | tuple) for group in groups
-    ):
-        raise ValueError(f"{GROUPS_RULE}; an item of the list is not a list")
+    groups = number_or_groups(groups_of(num_groups, groups, level=4), "variables")
     return GradientRules(prefix, options, groups, scales_local)
+
+
+class GradientList:
+    """Gradients of one step on this rank.
+
+    Args:
+        options: How gradients are exchanged. ``groups`` and ``sparse_as_dense`` are not used.
+        in_place: Whether the results replace the gradients.
+    """
+
+    def __init__(self, options: ExchangeOptions, in_place: bool) -> None:
+        self._options, self._in_place = options, in_place
+        self._coordinator: Coordinator = coordinator_of(options.process_set)
+        self._sent: list[tuple[Operation, list[Any]]] = []  # with contexts of the compression
+
+    def submit(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        """Submit gradients, each under its name.
+
+        Raises:
+            ValueError: A gradient can't be exchanged.
+        """
+        parts = [
+            self._operation("allreduce", name, [gradient])
+            for name, gradient in zip(names, gradients, strict=True)
+        ]
+        self._submit(parts)
+
+    def submit_group(self, name: str, gradients: Sequence[torch.Tensor]) -> None:
+        """Submit gradients that are reduced together."""
+        self._submit([self._operation("grouped_allreduce", name, gradients)])
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for all submitted gradients, and return their results in the same order."""
+        sent, self._sent = self._sent, []
+        self._coordinator.wait([operation for operation, _ in sent])
+        decompress = self._options.compression.decompress
+        return [
+            decompress(result, context)
+            for operation, contexts in sent
+            for result, context in zip(operation.outputs or (), contexts, strict=True)
+        ]
+
+    def _submit(self, parts: list[tuple[Operation, list[Any]]]) -> None:
+        self._coordinator.submit([operation for operation, _ in parts])
+        self._sent += parts
+
+    def _operation(
+        self, prefix: str, name: str, gradients: Sequence[torch.Tensor]
+    ) -> tuple[Operation, list[Any]]:
+        options = self._options
+        pairs = [options.compression.compress(packed(gradient.detach())) for gradient in gradients]
+        inputs = checked(prefix, [tensor for tensor, _ in pairs], reduces=True)
+        factors = options.factors
+        op = reduce_op(options.op, None)
+        request = new_request(
+            prefix, Kind.ALLREDUCE, inputs, name, options.process_set, op, factors
+        )
+        # A compressed gradient is a copy.
+        owned = [
+            self._in_place or tensor.data_ptr() != own.data_ptr()
+            for tensor, own in zip(inputs, gradients, strict=True)
+        ]
+        outputs = [
+            tensor if is_own else torch.empty_like(tensor)
+            for tensor, is_own in zip(inputs, owned, strict=True)
+        ]
+        return Operation(request, inputs, outputs), [context for _, context in pairs]

@@ -33,13 +33,10 @@ MAX_IMAGE_PIXELS = 1 << 28  # larger images are not training data, and are rejec
 # Pillow's other formats run programs (EPS), or do not match any file name in sources.IMAGES.
 PILLOW_PLUGINS = ("Jpeg", "Png", "Bmp", "Tiff", "WebP", "Gif", "Ppm", "Jpeg2K")
 PILLOW_FORMATS = ("JPEG", "PNG", "BMP", "TIFF", "WEBP", "GIF", "PPM", "JPEG2000")
-JPEG_SCAN_MARKER, MAX_SCANS = (
-    b"\xff\xda",
-    100,
-)  # progressive JPEGs have about ten scans; each scan decodes all pixels again
-MAX_UNCHECKED_SCAN_WORK = (
-    10_000_000_000  # bytes x pixels; above it, decoding many scans may take more than a second
-)
+JPEG_SCAN_MARKER = b"\xff\xda"
+MAX_SCANS = 100  # progressive JPEGs have about ten; each scan decodes all pixels again
+# Bytes x pixels; above it, decoding many scans may take more than a second.
+MAX_UNCHECKED_SCAN_WORK = 10_000_000_000
 
 
 def decode(row: IndexRow, data: Bytes, into: np.ndarray[Any, Any] | None = None) -> Any:

@@ -39,9 +39,8 @@ from .meta_schema import (
 
 FORMAT, VERSION = "paceline-shards", 1
 META_FILE, INDEX_FILE, NAMES_FILE = "paceline.json", "index.bin", "names.txt"
-CHECKSUM_PLACEHOLDER = (
-    "........"  # stands for the checksum of paceline.json while that checksum is computed
-)
+# Stands for the checksum of paceline.json while that checksum is computed.
+CHECKSUM_PLACEHOLDER = "........"
 ROW_STRUCT = struct.Struct("<qQII4IBBBxI")
 CHECKSUMMED_ROW_BYTES = ROW_STRUCT.size - 4  # the first bytes of a row, which its checksum covers
 _SHARD_FIELD_OFFSET = 20  # offset of the shard number in a row, in bytes

@@ -81,11 +81,8 @@ class Encoder:
                 elif at < stop:
                     chunk_stop = min(at + min(chunk_samples, pace.max_samples), stop)
                     with pace.measure(chunk_stop - at):
-                        first, (results, took) = (
-                            at,
-                            self._chunk(at, self.order[at:chunk_stop].tolist()),
-                        )
-                    at = chunk_stop
+                        results, took = self._chunk(at, self.order[at:chunk_stop].tolist())
+                    first, at = at, chunk_stop
                 else:
                     at, stop = next(next_spans, (0, 0))
                     more_spans = at < stop
@@ -155,11 +152,8 @@ class _ThreadingPolicy:
     def count_chunk(self) -> None:
         self._chunks += 1
         if self._chunks >= self._trial_after_chunks:
-            self.unthreaded, self._chunks, self._trial_after_chunks = (
-                True,
-                0,
-                min(2 * self._trial_after_chunks, MAX_CHUNKS_BETWEEN_TRIALS),
-            )
+            self.unthreaded, self._chunks = True, 0
+            self._trial_after_chunks = min(2 * self._trial_after_chunks, MAX_CHUNKS_BETWEEN_TRIALS)
 
     @contextmanager
     def measure(self, samples: int) -> Iterator[None]:

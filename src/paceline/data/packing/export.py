@@ -138,13 +138,8 @@ def convert(
     if intermediate:
         packed = folder.with_name(f".{folder.name}.packed")
         recorded_options = options | {"apply": function_name(options.get("apply"))}
-        _prepare_intermediate(
-            packed,
-            repr(
-                (describe_source(source), describe_source(labels), sorted(recorded_options.items()))
-            ),
-            fresh,
-        )
+        plan = (describe_source(source), describe_source(labels), sorted(recorded_options.items()))
+        _prepare_intermediate(packed, repr(plan), fresh)
         if not (packed / META_FILE).exists():
             report = pack(source, packed, labels, step=step, **options)
     report = report or PackReport(Shards(packed).meta, 0.0)
@@ -213,13 +208,8 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
         else:
             content = bytes(data)
             extension = os.path.splitext(name)[1].lower()
-            if (
-                len(extension) < 2
-                or len(extension) > MAX_EXTENSION_CHARS
-                or not extension.isprintable()
-            ):
-                extension = ""
-            extension = extension or EXTENSIONS[row.encoding]
+            if not (2 <= len(extension) <= MAX_EXTENSION_CHARS and extension.isprintable()):
+                extension = EXTENSIONS[row.encoding]
             if row.encoding != FILE:
                 extension = extension_of(content, extension)
             sample = Sample(content, label, name, extension)

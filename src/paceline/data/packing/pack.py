@@ -183,13 +183,8 @@ class PackJob:
         encoding: EncodingOptions,
         options: PackOptions,
     ) -> None:
-        self.source, self.folder, self.work, self.encoding, self.options = (
-            source,
-            folder,
-            work,
-            encoding,
-            options,
-        )
+        self.source, self.folder, self.work = source, folder, work
+        self.encoding, self.options = encoding, options
         images, classes = source.kind == "images", source.label == "class"
         self.writer = ShardWriter(folder, work, options.shard_bytes, images, classes)
         self.samples = len(source)

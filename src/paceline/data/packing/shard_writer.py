@@ -111,9 +111,8 @@ class ShardWriter:
         self._file: BackgroundFile | None = None
         self._open_bytes = self._complete_bytes = 0
         self._saved_left_out = 0  # entries of left_out that are in the state of complete shards
-        self._write_pool, self._complete_pool = (
-            ThreadPoolExecutor(1, f"paceline-{name}") for name in ("write", "keep")
-        )
+        self._write_pool = ThreadPoolExecutor(1, "paceline-write")
+        self._complete_pool = ThreadPoolExecutor(1, "paceline-keep")
         self._completing: Future[None] | None = None
         self._completing_number = 0
         while self._load_next_shard():
@@ -184,10 +183,8 @@ class ShardWriter:
             self._complete_shard, number, shard, self._file, *beside, state
         )
         self.shards.append(shard)
-        self._saved_left_out, self._complete_bytes = (
-            len(self.left_out),
-            self._complete_bytes + shard.bytes,
-        )
+        self._saved_left_out = len(self.left_out)
+        self._complete_bytes += shard.bytes
         self._file, self._open_bytes, self._rows, self._names = None, 0, [], []
 
     def _complete_shard(

@@ -94,17 +94,12 @@ class Statistics:
 
     def as_state(self) -> dict[str, Any]:
         """Return the complete state as JSON values."""
-        moments = (
-            {}
-            if self.mean is None
-            else {
-                "samples": self.samples,
-                "count": self.count,
-                "mean": np.asarray(self.mean).tolist(),
-                "squares": np.asarray(self.squares).tolist(),
-            }
-        )
-        return {**moments, "classes": sorted(self.classes.items())}
+        state: dict[str, Any] = {}
+        if self.mean is not None:
+            state |= {"samples": self.samples, "count": self.count}
+            state["mean"] = np.asarray(self.mean).tolist()
+            state["squares"] = np.asarray(self.squares).tolist()
+        return state | {"classes": sorted(self.classes.items())}
 
     @classmethod
     def empty(cls, images: bool, channels: tuple[int, ...]) -> "Statistics":
@@ -116,10 +111,8 @@ class Statistics:
         statistics = cls(images, classes=Counter(dict(map(tuple, state["classes"]))))
         if "mean" in state:
             statistics.samples, statistics.count = state["samples"], state["count"]
-            statistics.mean, statistics.squares = (
-                np.array(state["mean"]),
-                np.array(state["squares"]),
-            )
+            statistics.mean = np.array(state["mean"])
+            statistics.squares = np.array(state["squares"])
         return statistics
 
 

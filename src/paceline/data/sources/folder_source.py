@@ -241,14 +241,8 @@ class _LabelTable:
                 inside.add(parent)
             elif parent not in inside:
                 self._boundary.check(self.folder / name, f"{self.table}, line {number},")
-            yield (
-                (
-                    numbers.get(label_text[0], label_text[0])
-                    if self.label == "class"
-                    else ",".join(label_text)
-                ),
-                name,
-            )
+            label = ",".join(label_text)
+            yield (numbers.get(label, label) if self.label == "class" else label), name
         others = sum(1 for _ in files_below(self.folder, self._boundary)) - self._lines
         if self.table.resolve().is_relative_to(self.folder.resolve()):
             others -= 1

@@ -254,11 +254,8 @@ class ShardSource(Source):
         super().__init__()
         self.shards = Shards(folder)
         meta = self.shards.meta
-        self.kind, self.label, self.description = (
-            meta.packed.get("kind", "arrays"),
-            meta.label,
-            str(folder),
-        )
+        self.kind, self.label = meta.packed.get("kind", "arrays"), meta.label
+        self.description = str(folder)
         self.classes, self.has_names = list(meta.classes), meta.names
         if self.has_names:
             self.shards.name(0)  # checks the checksum of all names

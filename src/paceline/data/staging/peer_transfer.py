@@ -12,8 +12,8 @@ Keys in the store of the job (torch's TCPStore), under "paceline-stage/ATTEMPT/D
     there        counter: length of the log of complete shards
     there/K      its K-th entry: number of the shard, and the node on which it is complete
     ready        counter: nodes that have published the shards they had before
-    told         counter: nodes that have finished
-    told/K       result of the K-th of them
+    results      counter: nodes that have finished
+    results/K    result of the K-th of them
 
 A node is written as "address port token": the address by which it reaches the store, the port on
 which it listens, and the token that a request must contain (shard_server.py).
@@ -171,13 +171,13 @@ class PeerTransfer:
             return
         self._ended = True
         with contextlib.suppress(StoreLostError), self._store_call():
-            place = int(self._store.add("told", 1)) - 1
-            self._store.set(f"told/{place}", json.dumps(dict(result)))
+            place = int(self._store.add("results", 1)) - 1
+            self._store.set(f"results/{place}", json.dumps(dict(result)))
 
     def all_results(self) -> list[dict[str, Any]]:
         """Return the results of the nodes that have finished."""
         with self._store_call():
-            keys = [f"told/{place}" for place in range(int(self._store.add("told", 0)))]
+            keys = [f"results/{place}" for place in range(int(self._store.add("results", 0)))]
             return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
     def linger(self, step: Callable[[], None]) -> list[dict[str, Any]]:

@@ -103,9 +103,8 @@ def stage(
             _fetch_shards(origin, folder, files, room, threads, tell, waits, exchange, found)
         except ValueError as mistake:
             if exchange is None and together:
-                exchange = _join_exchange(
-                    folder, files, found
-                )  # publish the error to the other hosts
+                # To publish the error to the other hosts.
+                exchange = _join_exchange(folder, files, found)
             if exchange is None:
                 raise
             found.error = str(mistake)
@@ -144,9 +143,7 @@ def _fetch_shards(
 ) -> None:
     root = folder.path.parent
     with _explain_errors(root), Folder.open(root, folder.group) as own, _exclusive(own, waits):
-        if not _still_has_its_name(
-            own, folder
-        ):  # another process removed the folder to make room meanwhile
+        if not _still_has_its_name(own, folder):  # removed by another process to make room
             with own.subfolder(folder.path.name, make=True) as again:
                 os.dup2(again.fd, folder.fd, inheritable=False)
         touch(folder)

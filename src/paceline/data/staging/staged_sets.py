@@ -119,12 +119,8 @@ def start_staging(origin: Path, root: Path) -> None:
     if str(origin.resolve()) not in os.environ.get(SETS, "").split(os.pathsep):
         return
     folder = staged_path(origin, root)
-    try:
-        open_staged(
-            origin, root, make=True
-        ).close()  # all ranks look for staged shards in this folder
-    except OSError:  # reported by the staging process
-        pass
+    with suppress(OSError):  # reported by the staging process
+        open_staged(origin, root, make=True).close()  # in which all ranks search staged shards
     first = os.environ.get("LOCAL_RANK", "0") == "0" and multiprocessing.parent_process() is None
     if first and folder not in _begun:
         words = python_command("-m", "paceline", "stage", "--beside", str(origin))

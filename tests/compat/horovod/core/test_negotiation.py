@@ -11,8 +11,7 @@ from paceline.compat.horovod.core.coordinator import Coordinator
 from paceline.compat.horovod.core.errors import HorovodInternalError
 from paceline.compat.horovod.core.negotiation import Negotiator
 from paceline.compat.horovod.core.notices import Notices, describe_stall
-from paceline.compat.horovod.core.operation import Operation
-from paceline.compat.horovod.core.requests import Kind, ReduceOp, Request
+from paceline.compat.horovod.core.requests import Kind, Operation, ReduceOp, Request
 from paceline.compat.horovod.environment import HorovodSettings
 
 

@@ -596,7 +596,7 @@ def channels_last_gradients():
 @check
 def exchange_begins_during_the_backward_pass():
     submitted = []
-    original, limit = Coordinator.submit_all, gradient_exchange.BATCH_BYTES
+    original, limit = Coordinator.submit, gradient_exchange.BATCH_BYTES
 
     def submit(self, operations, *args):
         submitted.extend(one.request.name for one in operations)
@@ -604,13 +604,13 @@ def exchange_begins_during_the_backward_pass():
 
     model = new_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    Coordinator.submit_all, gradient_exchange.BATCH_BYTES = submit, 1
+    Coordinator.submit, gradient_exchange.BATCH_BYTES = submit, 1
     try:
         seen = []
         model[0].weight.register_hook(lambda _: seen.extend(submitted))
         loss_of(model, 0).backward()
     finally:
-        Coordinator.submit_all, gradient_exchange.BATCH_BYTES = original, limit
+        Coordinator.submit, gradient_exchange.BATCH_BYTES = original, limit
     if hvd.size() > 1:
         assert {f"allreduce.{n}" for n in ("4.weight", "4.bias", "2.weight", "2.bias")} <= set(seen)
         assert set(submitted) == {f"allreduce.{name}" for name, _ in model.named_parameters()}
@@ -926,7 +926,7 @@ def number_of_groups_must_not_be_negative():
 
 @check
 def groups_must_be_lists_of_tensors():
-    refused("groups should be a non-negative.*item 0 is not a list of tensors", groups=["a"])
+    refused("groups should be a non-negative.*item 0 is not a list of torch.Tensor", groups=["a"])
     refused("groups should be a non-negative.*of type str", groups="a")
 
 

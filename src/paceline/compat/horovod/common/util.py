@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from ..core import built
+from ..torch.basics import ccl_built as ccl_built
+from ..torch.basics import ddl_built as ddl_built
+from ..torch.basics import gloo_built as gloo_built
+from ..torch.basics import mpi_built as mpi_built
+from ..torch.basics import nccl_built as nccl_built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -20,26 +24,6 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether collectives of a framework run on GPUs."""
     return ext_base_name == "torch" and torch.cuda.is_available()
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    return built.mpi_built()
-
-
-def gloo_built(verbose: bool = False) -> bool:
-    return built.gloo_built()
-
-
-def nccl_built(verbose: bool = False) -> int:
-    return built.nccl_built()
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    return built.ddl_built()
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    return built.ccl_built()
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

@@ -34,8 +34,7 @@ from .exchange import GroupMeetings
 from .execute import Executor
 from .negotiation import Decision, Fusion, Message, Negotiator
 from .notices import Notices, StallMonitor
-from .operation import Operation
-from .requests import Kind, Request
+from .requests import Kind, Operation, Request
 
 # While no thread waits for an operation, the background thread collects submissions until they have
 # so many bytes, or for so many cycle times: a meeting costs as much for one operation as for many.
@@ -90,11 +89,7 @@ class Coordinator:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def submit(self, operation: Operation, waits: bool = False) -> None:
-        """Submit an operation, as ``submit_all``."""
-        self.submit_all([operation], waits)
-
-    def submit_all(self, operations: Sequence[Operation], waits: bool = False) -> None:
+    def submit(self, operations: Sequence[Operation], waits: bool = False) -> None:
         """Submit operations of different names.
 
         Args:
@@ -133,11 +128,7 @@ class Coordinator:
                     self._work.notify()
                 self._wake_thread()
 
-    def wait(self, operation: Operation) -> None:
-        """Wait until an operation is done, as ``wait_all``."""
-        self.wait_all([operation])
-
-    def wait_all(self, operations: Sequence[Operation]) -> None:
+    def wait(self, operations: Sequence[Operation]) -> None:
         """Wait until operations are done.
 
         Raises:
@@ -204,9 +195,9 @@ class Coordinator:
             if self._failure is None and is_free:
                 self._negotiator.wants_leave = True
                 self._meetings.limit(timeout_s)
-                self._execute.begin_wait()
+                self._execute.exchange.begin_wait()
                 self._meet_unlocked()
-                self._execute.end_wait()
+                self._execute.exchange.end_wait()
         if is_free and self._thread is not None:
             self._thread.join(timeout_s)
             is_free = not self._thread.is_alive()
@@ -256,7 +247,7 @@ class Coordinator:
 
     def _coordinate_until(self, is_done: Callable[[], bool]) -> None:
         """Run meetings, or wait for the thread that does, until a condition holds."""
-        self._execute.begin_wait()
+        self._execute.exchange.begin_wait()
         with self._lock:
             self._waiting_threads += 1
             if self._meets_in_thread:
@@ -271,9 +262,9 @@ class Coordinator:
                         self._await_news()
             finally:
                 self._waiting_threads -= 1
-                if not self._waiting_threads and self._has_business():
+                if not self._waiting_threads and self._negotiator.has_business:
                     self._wake_thread()
-        self._execute.end_wait()
+        self._execute.exchange.end_wait()
 
     def _run(self) -> None:
         """Run meetings while no thread waits for an operation, or all of them."""
@@ -290,7 +281,7 @@ class Coordinator:
                     self._await_news()
 
     def _may_meet(self) -> bool:
-        return not (self._is_meeting or self._is_not_needed()) and self._has_business()
+        return not (self._is_meeting or self._is_not_needed()) and self._negotiator.has_business
 
     def _has_collected(self) -> bool:
         has_collected = self._new_bytes >= EARLY_BYTES or self._waiting_threads > 0
@@ -299,9 +290,6 @@ class Coordinator:
     def _is_not_needed(self) -> bool:
         has_ended = self._is_closing or self._failure is not None
         return has_ended or (self._waiting_threads > 0 and not self._meets_in_thread)
-
-    def _has_business(self) -> bool:
-        return self._negotiator.has_business
 
     def _await_news(self) -> None:
         """Wait for a submission, or for the cycle time: ranks wait for different operations.

@@ -386,7 +386,7 @@ def _all_reduce_options(op: Any) -> Any:
 def unrecorded(group: Any) -> Any:
     """Return the group below the recording of collectives.
 
-    To be asked at each use: an experiment of ``paceline diagnose`` replaces it.
+    Call it at each use: an experiment of ``paceline diagnose`` replaces the group.
     """
     return group.inner if isinstance(group, RecordedGroup) else group
 

@@ -16,8 +16,7 @@ from torch._utils import _unflatten_dense_tensors
 from .. import timeline
 from . import adasum
 from .exchange import Exchange
-from .operation import Operation
-from .requests import UNEVEN_KINDS, Kind, ReduceOp, Request
+from .requests import UNEVEN_KINDS, Kind, Operation, ReduceOp, Request
 
 BUCKET = "FUSED_ALLREDUCE"  # name in the timeline
 # From this size on a copy into the fusion buffer costs more than another collective.
@@ -77,14 +76,6 @@ class Executor:
         self.fusion_bytes, self.fuses_groups = fusion_bytes, fuses_groups
         self._buffers: dict[Any, FusionBuffer] = {}  # the oldest first
         self._plans: dict[Any, Plan] = {}  # by the identities of their requests
-
-    def begin_wait(self) -> None:
-        """Note that this thread begins to wait for an operation."""
-        self.exchange.begin_wait()
-
-    def end_wait(self) -> None:
-        """Note that this thread has waited."""
-        self.exchange.end_wait()
 
     def all_left(self, since_ns: int) -> None:
         """Note that all ranks have left; this one has waited for the others since then."""
@@ -220,8 +211,6 @@ class Executor:
 
     def _exchange_rows(self, operations: Sequence[Operation]) -> None:
         """Execute all-gathers and all-to-alls, whose tensors may differ in rows between ranks."""
-        if not operations:
-            return
         numbers: list[int] = []
         for operation in operations:
             numbers += operation.splits or [len(one) for one in operation.inputs]

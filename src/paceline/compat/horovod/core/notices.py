@@ -1,4 +1,4 @@
-"""What ranks of a process set tell each other beside their meetings, in the job's store.
+"""Messages between the ranks of a process set outside of their meetings, in the job's store.
 
 A rank that waits in a meeting can't ask the others why they do not come. So ranks that wait long
 write what they wait for, and ranks that leave write that they have left. A thread reports
@@ -18,7 +18,7 @@ from ....security.files import InvalidFileError
 from ....security.schema import parse_json
 
 MAX_NAMES = 64  # of waiting operations, in one notice
-MAX_INTERVAL_S = 1.0  # between two looks at this rank's operations
+MAX_INTERVAL_S = 1.0  # between two checks of this rank's operations
 MAX_REPORTED = 8  # operations in one report
 
 
@@ -78,7 +78,7 @@ class Notices:
 class StallMonitor:
     """Watches the operations of one process set, in a thread of its own.
 
-    It looks at this rank's operations a few times in the time limit. Those that wait for longer
+    It checks this rank's operations a few times within the time limit. Those that wait for longer
     than one such interval are written to the store, where the first rank that has submitted an
     operation compares them after the limit.
 
@@ -116,9 +116,9 @@ class StallMonitor:
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            self._look(time.monotonic_ns())
+            self._check(time.monotonic_ns())
 
-    def _look(self, now_ns: int) -> None:
+    def _check(self, now_ns: int) -> None:
         ages = {name: (now_ns - at) / 1e9 for name, at in self._waiting().items()}
         self._notices.write_waiting([n for n, age in ages.items() if age >= self._interval_s])
         stopped = [n for n, age in ages.items() if self._stop_s and age > self._stop_s]

@@ -1,9 +1,13 @@
-"""What a rank asks for in one call of a collective, and how the ranks' requests are compared."""
+"""What a rank asks for in one call of a collective, and how the ranks' requests are compared.
+
+The ranks compare a ``Request``; an ``Operation`` is a request with the tensors of this rank.
+"""
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any
 
@@ -102,6 +106,36 @@ class Request:
         if len(self.shapes) > 3:
             return f"{len(self.shapes)} tensors, the first of shape {list(self.shapes[0])}"
         return " and ".join(str(list(shape)) for shape in self.shapes) or "none"
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """A request with its tensors.
+
+    Attributes:
+        request: What the ranks compare.
+        inputs: Tensors of this rank.
+        outputs: Tensors that receive the result, or None if their shapes are known later.
+        splits: Rows for each rank, of an all-to-all.
+        submitted_ns: When the operation was submitted (CLOCK_MONOTONIC).
+        is_done: Whether ``outputs`` or ``error`` is set.
+        error: Reason why it failed.
+        event: Of a GPU: when the tensors are ready, then when the result is.
+    """
+
+    request: Request
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] | None = None
+    splits: list[int] | None = None
+    received_splits: Sequence[int] = ()
+    submitted_ns: int = field(default_factory=time.monotonic_ns)
+    is_done: bool = False
+    error: Exception | None = None
+    event: Any = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.is_done = True
 
 
 # What may differ: the words for it, its value, and the way out.

@@ -99,11 +99,9 @@ class HorovodWorld:
         self.local_rank = own.local_rank if by_launcher else same.index(self.rank)
         sizes = {hosts.count(host) for host in hosts}
         self.is_homogeneous = len(sizes) == 1
-        local_ranks = (
-            [place.local_rank for place in places]
-            if by_launcher
-            else [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-        )
+        local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+        if by_launcher:
+            local_ranks = [place.local_rank for place in places]
         peers = [rank for rank, number in enumerate(local_ranks) if number == self.local_rank]
         self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
@@ -244,7 +242,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     join_process_group(identity, recorder, START_TIMEOUT_S)
     _owns_group = _owns_group or (dist.is_initialized() and not was_initialized)
     size = dist.get_world_size() if dist.is_initialized() else identity.size
-    if comm is not None and list(_ranks_of(comm)) != list(range(size)):
+    ranks = list(comm) if isinstance(comm, Iterable) else []
+    if comm is not None and ranks != list(range(size)):
         raise ValueError(
             f"hvd.init: comm={comm!r} is not supported: only a list of all {size} ranks in "
             "ascending order. HINT: hvd.init(process_sets=[hvd.ProcessSet([0, 1])])"
@@ -266,10 +265,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise
     atexit.unregister(_leave)
     atexit.register(_leave)
-
-
-def _ranks_of(comm: Any) -> Iterable[Any]:
-    return comm if isinstance(comm, Iterable) else ()
 
 
 def shutdown() -> None:
@@ -364,8 +359,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def _agree(name: str, detail: str) -> None:
     operation = agreement(name, detail)
     coordinator = world_of_operations().coordinator_of(global_process_set)
-    coordinator.submit(operation, waits=True)
-    coordinator.wait(operation)
+    coordinator.submit([operation], waits=True)
+    coordinator.wait([operation])
 
 
 def process_set_by_id(number: int) -> ProcessSet:

@@ -8,12 +8,12 @@ import torch
 
 from ..core import world
 from ..core.process_sets import ProcessSet, global_process_set
+from ..gradient_rules import GradientList
 from ..torch import functions as torch_functions
 from ..torch import mpi_ops as torch_ops
 from ..torch.basics import Average, Min
 from ..torch.compression import Compression
 from ..torch.gradient_exchange import ExchangeOptions
-from ..torch.gradient_list import GradientList
 from .library import BACKEND, keras
 
 IS_TENSORFLOW = BACKEND == "tensorflow"

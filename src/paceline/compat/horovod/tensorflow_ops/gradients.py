@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ..core.process_sets import ProcessSet, global_process_set
-from ..gradient_rules import GradientRules, new_rules
+from ..gradient_rules import GradientList, GradientRules, new_rules
 from ..torch.basics import Adasum, Average, Sum
 from ..torch.compression import Compression
 from ..torch.gradient_exchange import BATCH_BYTES, STATE, ExchangeOptions
-from ..torch.gradient_list import GradientList
 from .collectives import allreduce
 from .host_calls import call_on_host, specs_of
 from .library import tf

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from ..core import world
-from ..core.operation import Operation
 from ..core.process_sets import ProcessSet, global_process_set
-from ..core.requests import Kind, ReduceOp
+from ..core.requests import Kind, Operation, ReduceOp
 from .basics import Adasum, Average, Sum
 from .submission import (
-    all_outputs,
     checked,
     coordinator_of,
-    first_output,
     new_request,
+    outputs_of,
     reduce_op,
     run,
     submit,
@@ -245,20 +243,13 @@ def _allreduce(
     grouped: bool = False,
 ) -> int:
     """Submit an all-reduce. outputs: None for new tensors."""
-    coordinator = coordinator_of(process_set)
-    prefix, result = ("grouped_allreduce", all_outputs) if grouped else ("allreduce", first_output)
+    coordinator, prefix = coordinator_of(process_set), "grouped_" * grouped + "allreduce"
     if op is Adasum:
         world.check_adasum(process_set)
     inputs = checked(prefix, tensors, reduces=True)
     results = [torch.empty_like(tensor) for tensor in inputs] if outputs is None else inputs
     request = new_request(prefix, Kind.ALLREDUCE, inputs, name, process_set, op, factors)
-    if outputs is not None and any(output.requires_grad for output in outputs):
-        return submit(
-            coordinator,
-            Operation(request, inputs, results),
-            lambda _: outputs if grouped else outputs[0],  # the caller's own objects
-        )
-    return submit(coordinator, Operation(request, inputs, results), result)
+    return submit(coordinator, Operation(request, inputs, results), outputs_of(grouped, outputs))
 
 
 def _allgather(
@@ -267,11 +258,10 @@ def _allgather(
     process_set: ProcessSet,
     grouped: bool = False,
 ) -> int:
-    coordinator = coordinator_of(process_set)
-    prefix, result = ("grouped_allgather", all_outputs) if grouped else ("allgather", first_output)
+    coordinator, prefix = coordinator_of(process_set), "grouped_" * grouped + "allgather"
     inputs = [one.contiguous() for one in checked(prefix, tensors)]
     request = new_request(prefix, Kind.ALLGATHER, inputs, name, process_set)
-    return submit(coordinator, Operation(request, inputs), result)
+    return submit(coordinator, Operation(request, inputs), outputs_of(grouped))
 
 
 def _broadcast(
@@ -292,11 +282,8 @@ def _broadcast(
     request = new_request(
         "broadcast", Kind.BROADCAST, inputs, name, process_set, root=int(root_rank)
     )
-    return submit(
-        coordinator,
-        Operation(request, inputs, results),
-        first_output if output is None else lambda _: output,
-    )
+    own = None if output is None else [output]
+    return submit(coordinator, Operation(request, inputs, results), outputs_of(False, own))
 
 
 def _reducescatter(
@@ -307,10 +294,7 @@ def _reducescatter(
     process_set: ProcessSet,
     grouped: bool = False,
 ) -> int:
-    coordinator = coordinator_of(process_set)
-    prefix, result = (
-        ("grouped_reducescatter", all_outputs) if grouped else ("reducescatter", first_output)
-    )
+    coordinator, prefix = coordinator_of(process_set), "grouped_" * grouped + "reducescatter"
     how = reduce_op(op, None)
     if how is Adasum:
         raise ValueError(
@@ -319,7 +303,7 @@ def _reducescatter(
         )
     inputs = [one.contiguous() for one in checked(prefix, tensors, reduces=True)]
     request = new_request(prefix, Kind.REDUCESCATTER, inputs, name, process_set, how, factors)
-    return submit(coordinator, Operation(request, inputs), result)
+    return submit(coordinator, Operation(request, inputs), outputs_of(grouped))
 
 
 def _rows_for_ranks(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:

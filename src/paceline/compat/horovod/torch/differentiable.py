@@ -79,9 +79,8 @@ class HorovodBroadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        reduced = run(
-            lambda: allreduce_async(gradient.contiguous(), op=Average, process_set=ctx.process_set)
-        )
+        own = gradient.contiguous()
+        reduced = run(lambda: allreduce_async(own, op=Average, process_set=ctx.process_set))
         if rank() != ctx.root_rank:
             reduced.zero_()
         return reduced, None, None, None
@@ -101,11 +100,8 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any, *unused: Any) -> Any:
-        sent, _ = run(
-            lambda: alltoall_async(
-                gradient.contiguous(), ctx.received_splits, process_set=ctx.process_set
-            )
-        )
+        own, splits = gradient.contiguous(), ctx.received_splits
+        sent, _ = run(lambda: alltoall_async(own, splits, process_set=ctx.process_set))
         if len(sent) < ctx.rows:  # rows that were sent to no rank
             rest = sent.new_zeros((ctx.rows - len(sent), *sent.shape[1:]))
             sent = torch.cat([sent, rest])
@@ -146,11 +142,17 @@ def _run(
     return list(_results(lambda: start(*tensors)))
 
 
-def _decompressed_all(
-    compression: Any, results: Sequence[torch.Tensor], pairs: Sequence[tuple[torch.Tensor, Any]]
+def _run_compressed(
+    function: Any,
+    start: Start,
+    arguments: tuple[Any, ...],
+    tensors: Sequence[torch.Tensor],
+    compression: Any,
 ) -> list[torch.Tensor]:
-    contexts = [ctx for _, ctx in pairs]
-    return list(map(compression.decompress, results, contexts))
+    """Run an operation on compressed tensors, and return its results as they were before."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = _run(function, start, arguments, [one for one, _ in pairs])
+    return list(map(compression.decompress, results, [context for _, context in pairs]))
 
 
 def allreduce(
@@ -176,16 +178,13 @@ def allreduce(
         ValueError: The tensor can't be reduced, or this rank is not in the process set.
         HorovodInternalError: Ranks disagree about the operation, or a rank has ended.
     """
-    compressed, ctx = compression.compress(tensor)
-    arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
+    how, factors = reduce_op(op, average), (prescale_factor, postscale_factor)
 
     def start(own: torch.Tensor) -> int:
-        how, factors, members = arguments
-        return allreduce_async(own, None, name, how, *factors, members)
+        return allreduce_async(own, None, name, how, *factors, process_set)
 
-    (reduced,) = _run(HorovodAllreduce, start, arguments, [compressed])
-    result: torch.Tensor = compression.decompress(reduced, ctx)
-    return result
+    arguments = (how, factors, process_set)
+    return _run_compressed(HorovodAllreduce, start, arguments, [tensor], compression)[0]
 
 
 def grouped_allreduce(
@@ -199,28 +198,24 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return tensors reduced over all ranks, which are exchanged together."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
+    how, factors = reduce_op(op, average), (prescale_factor, postscale_factor)
 
     def start(*own: torch.Tensor) -> int:
-        how, factors, members = arguments
-        return grouped_allreduce_async(own, None, name, how, *factors, members)
+        return grouped_allreduce_async(own, None, name, how, *factors, process_set)
 
-    reduced = _run(HorovodAllreduce, start, arguments, [one for one, _ in pairs])
-    return _decompressed_all(compression, reduced, pairs)
+    arguments = (how, factors, process_set)
+    return _run_compressed(HorovodAllreduce, start, arguments, tensors, compression)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return the ranks' tensors concatenated; they may differ in the first dimension."""
-    (gathered,) = _run(
-        HorovodAllgather,
-        lambda own: allgather_async(own, name, process_set),
-        (process_set,),
-        [tensor],
-    )
-    return gathered
+
+    def start(own: torch.Tensor) -> int:
+        return allgather_async(own, name, process_set)
+
+    return _run(HorovodAllgather, start, (process_set,), [tensor])[0]
 
 
 def grouped_allgather(
@@ -272,15 +267,13 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Return this rank's part (of the first dimension) of the tensor reduced over all ranks."""
-    compressed, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
 
     def start(own: torch.Tensor) -> int:
         return reducescatter_async(own, name, op, process_set, *factors)
 
-    (part,) = _run(HorovodReducescatter, start, (op, factors, process_set), [compressed])
-    result: torch.Tensor = compression.decompress(part, ctx)
-    return result
+    arguments = (op, factors, process_set)
+    return _run_compressed(HorovodReducescatter, start, arguments, [tensor], compression)[0]
 
 
 def grouped_reducescatter(
@@ -293,15 +286,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's part of each tensor reduced over all ranks, exchanged together."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
 
     def start(*own: torch.Tensor) -> int:
         return grouped_reducescatter_async(own, name, op, process_set, *factors)
 
-    own = [one for one, _ in pairs]
-    parts = _run(HorovodReducescatter, start, (op, factors, process_set), own)
-    return _decompressed_all(compression, parts, pairs)
+    arguments = (op, factors, process_set)
+    return _run_compressed(HorovodReducescatter, start, arguments, tensors, compression)
 
 
 def _waiting(start: Start, name: str, doc: str) -> Callable[..., Any]:

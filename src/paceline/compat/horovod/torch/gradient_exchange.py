@@ -12,19 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ....record.hooks.phases import UncopiedHook
-from ..core.operation import Operation
-from ..core.requests import Kind, Request
+from ..core.requests import Kind, Operation, Request
 from .functions import broadcast_object
 from .mpi_ops import Average, sparse_allreduce_async
 from .named_parameters import parameters_of, split_evenly
-from .submission import checked, coordinator_of, new_request, reduce_op
+from .submission import checked, coordinator_of, is_packed, new_request, reduce_op
 
 BATCH_BYTES = 1 << 20  # of gradients that are submitted together
 STATE = "_horovod"  # attribute of optimizers and tapes: how their gradients are exchanged
@@ -91,7 +90,7 @@ class ExchangeOptions:
 
 
 @dataclass(eq=False)
-class _Watched:
+class _HookedParameter:
     """A parameter with a hook.
 
     Attributes:
@@ -117,31 +116,36 @@ class _Watched:
     is_sparse: bool = False
 
 
-@dataclass(eq=False)
-class _Sent:
-    """Gradients that were submitted together.
+class _SentGradient(NamedTuple):
+    """A dense gradient that was submitted.
 
     Attributes:
-        wait: Waits for the exchange.
-        grads: The gradients; ``data``: the same without the version counter; ``versions``: how
-            often each had been changed.
-        tensors: What was sent, and is reduced in place; ``contexts``: what decompression needs.
+        data: The gradient without its version counter.
+        version: How often the gradient had been changed.
+        tensor: What was sent, and is reduced in place; ``context``: what decompression needs.
     """
 
-    watched: list[_Watched]
+    hooked: _HookedParameter
+    grad: torch.Tensor
+    data: torch.Tensor
+    version: int
+    tensor: torch.Tensor
+    context: Any
+
+
+@dataclass(eq=False)
+class _Sent:
+    """Gradients that were submitted together. wait: waits for the exchange."""
+
+    gradients: list[_SentGradient]
     wait: Callable[[], None]
-    grads: list[torch.Tensor]
-    data: list[torch.Tensor]
-    versions: list[int]
-    tensors: list[torch.Tensor]
-    contexts: list[Any]
 
 
 @dataclass(eq=False)
 class _SentSparse:
     """A sparse gradient that was submitted. wait: waits for the result, and returns it."""
 
-    watched: _Watched
+    hooked: _HookedParameter
     grad: torch.Tensor
     version: int
     wait: Callable[[], torch.Tensor]
@@ -170,13 +174,14 @@ class GradientExchange:
         self.has_gradients = False
         self._names = names
         # By the parameter's identity: hashing a tensor takes longer.
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, _HookedParameter] = {}
         self._sent: list[_Sent | _SentSparse] = []
-        self._batch: list[_Watched] = []  # with a complete gradient, outside of groups
+        self._batch: list[_HookedParameter] = []  # with a complete gradient, outside of groups
         self._batch_bytes = 0
         self._group_of: dict[int, int] = {}
         self._group_sizes: list[int] = []
-        self._ready: dict[int, list[_Watched]] = {}  # of each group: with a complete gradient
+        # of each group: with a complete gradient
+        self._ready: dict[int, list[_HookedParameter]] = {}
         if self.is_active:
             self._make_groups()
             self.watch_parameters()
@@ -192,14 +197,14 @@ class GradientExchange:
                 sent.wait()
         self._sent, self._ready, self.has_gradients = [], {}, False
         self._batch, self._batch_bytes = [], 0
-        for one in self._watched.values():
-            one.passes_left, one.is_sent = self.passes, False
+        for hooked in self._watched.values():
+            hooked.passes_left, hooked.is_sent = self.passes, False
 
     def close(self) -> None:
         """Remove the hooks."""
         self.forget()
-        for one in self._watched.values():
-            one.hook.remove()
+        for hooked in self._watched.values():
+            hooked.hook.remove()
         self._watched, self.is_active = {}, False
 
     def watch_parameters(self) -> None:
@@ -210,10 +215,10 @@ class GradientExchange:
                     continue
                 name = self._names.get(parameter, f"allreduce.noname.{i}.{j}")
                 number = self._group_of.get(id(parameter))
-                one = _Watched(parameter, name, parameter.nbytes, self.passes, number)
-                hook = UncopiedHook(partial(self._on_gradient, one))
-                one.hook = parameter.register_post_accumulate_grad_hook(hook)
-                self._watched[id(parameter)] = one
+                hooked = _HookedParameter(parameter, name, parameter.nbytes, self.passes, number)
+                hook = UncopiedHook(partial(self._on_gradient, hooked))
+                hooked.hook = parameter.register_post_accumulate_grad_hook(hook)
+                self._watched[id(parameter)] = hooked
 
     def synchronize(self) -> None:
         """Submit the gradients that are not yet, and wait until all are reduced.
@@ -233,12 +238,8 @@ class GradientExchange:
             self._sent = []
             for sent, found in received:
                 if isinstance(sent, _SentSparse):
-                    if (
-                        sent.watched.parameter.grad is not sent.grad
-                        or sent.grad._version != sent.version
-                    ):
-                        raise _changed(sent.watched)
-                    sent.watched.parameter.grad = found
+                    _check_unchanged(sent.hooked, sent.grad, sent.version)
+                    sent.hooked.parameter.grad = found
                 else:
                     self._take_back(sent)
         finally:
@@ -274,30 +275,30 @@ class GradientExchange:
             self._group_of |= {id(parameter): number for parameter in trained}
             self._group_sizes.append(len(trained))
 
-    def _on_gradient(self, one: _Watched, parameter: torch.Tensor) -> None:
-        if one.passes_left <= 0:
+    def _on_gradient(self, hooked: _HookedParameter, parameter: torch.Tensor) -> None:
+        if hooked.passes_left <= 0:
             raise AssertionError(
                 f"Gradients were computed more than backward_passes_per_step ({self.passes}) times "
-                f"before call to step(), the first of parameter {one.name}. HINT: increase "
+                f"before call to step(), the first of parameter {hooked.name}. HINT: increase "
                 "backward_passes_per_step to accumulate gradients locally"
             )
-        one.passes_left -= 1
+        hooked.passes_left -= 1
         self.has_gradients = True
-        if one.passes_left:
+        if hooked.passes_left:
             return
-        one.version = parameter.grad._version  # type: ignore[union-attr]
-        if one.group is None:
+        hooked.version = parameter.grad._version  # type: ignore[union-attr]
+        if hooked.group is None:
             if not self._batch:
                 Variable._execution_engine.queue_callback(self._submit_batch)
-            self._batch.append(one)
-            self._batch_bytes += one.nbytes
+            self._batch.append(hooked)
+            self._batch_bytes += hooked.nbytes
             # A gradient on a GPU is ready when the current stream is.
             if self._batch_bytes >= BATCH_BYTES or not parameter.is_cpu:
                 self._submit_batch()
             return
-        ready = self._ready.setdefault(one.group, [])
-        ready.append(one)
-        if len(ready) == self._group_sizes[one.group]:
+        ready = self._ready.setdefault(hooked.group, [])
+        ready.append(hooked)
+        if len(ready) == self._group_sizes[hooked.group]:
             self._submit_group(ready)
 
     def _submit_rest(self) -> None:
@@ -305,17 +306,17 @@ class GradientExchange:
         not run often enough.
         """
         self._submit_batch()
-        groups: dict[int, list[_Watched]] = {}
-        for one in self._watched.values():
-            if one.is_sent or not one.parameter.requires_grad:
+        groups: dict[int, list[_HookedParameter]] = {}
+        for hooked in self._watched.values():
+            if hooked.is_sent or not hooked.parameter.requires_grad:
                 continue
-            if one.parameter.grad is None:
-                one.parameter.grad = _no_gradient(one)
-            one.version = one.parameter.grad._version
-            if one.group is None:
-                self._batch.append(one)
+            if hooked.parameter.grad is None:
+                hooked.parameter.grad = _no_gradient(hooked)
+            hooked.version = hooked.parameter.grad._version
+            if hooked.group is None:
+                self._batch.append(hooked)
             else:
-                groups.setdefault(one.group, []).append(one)
+                groups.setdefault(hooked.group, []).append(hooked)
         self._submit_batch()
         for group in groups.values():
             self._submit_group(group)
@@ -323,125 +324,119 @@ class GradientExchange:
     def _submit_batch(self) -> None:
         """Submit the noted gradients."""
         batch, self._batch, self._batch_bytes = self._batch, [], 0
-        if sent := self._compressed(batch):
-            buffers = [[tensor] for tensor in sent.tensors]
-            requests = []
-            for one, tensors in zip(sent.watched, buffers, strict=True):
-                tensor, request = tensors[0], one.request
+        if gradients := self._compressed(batch):
+            buffers, requests = [], []
+            for gradient in gradients:
+                hooked, tensor, request = gradient.hooked, gradient.tensor, gradient.hooked.request
                 sent_as = tensor.shape, tensor.dtype, tensor.is_cpu
-                if request is None or one.sent_as != sent_as:
-                    request = self._new_request(one, "allreduce", one.name, tensors)
-                    one.sent_as = sent_as
+                if request is None or hooked.sent_as != sent_as:
+                    request = self._new_request(hooked, "allreduce", hooked.name, [tensor])
+                    hooked.sent_as = sent_as
                 requests.append(request)
-            self._send(sent, requests, buffers)
+                buffers.append([tensor])
+            self._send(gradients, requests, buffers)
 
-    def _submit_group(self, group: list[_Watched]) -> None:
+    def _submit_group(self, group: list[_HookedParameter]) -> None:
         # In an order that is the same on all ranks, and not that of the backward pass.
-        if sent := self._compressed(sorted(group, key=lambda one: one.name)):
-            first, tensors = sent.watched[0], sent.tensors
+        if gradients := self._compressed(sorted(group, key=lambda one: one.name)):
+            first, tensors = gradients[0].hooked, [one.tensor for one in gradients]
             sent_as = [(each.shape, each.dtype, each.is_cpu) for each in tensors]
             request = first.request
             if request is None or first.sent_as != sent_as:
                 name = f"group.{first.name}"
                 request = self._new_request(first, "grouped_allreduce", name, tensors)
                 first.sent_as = sent_as
-            self._send(sent, [request], [tensors])
+            self._send(gradients, [request], [tensors])
 
-    def _compressed(self, watched: Sequence[_Watched]) -> _Sent | None:
+    def _compressed(self, parameters: Sequence[_HookedParameter]) -> list[_SentGradient]:
         """Return the dense ones of complete gradients, to be submitted; submit the sparse ones."""
-        sent = _Sent([], lambda: None, [], [], [], [], [])
+        gradients = []
         compress = self.options.compression.compress
-        for one in watched:
-            grad: Any = one.parameter.grad
+        for hooked in parameters:
+            grad: Any = hooked.parameter.grad
             if grad.layout is not torch.strided:
-                grad = self._grad_of(one)
-                if one.is_sparse:
-                    self._submit_sparse(one, grad)
+                grad = self._grad_of(hooked)
+                if hooked.is_sparse:
+                    self._submit_sparse(hooked, grad)
                     continue
-            # .data has a version counter of its own, so that changes by the script can be told
-            # apart.
+            # .data has its own version counter, which tells changes by the script apart.
             data = grad.data
             tensor, context = compress(packed(data))
-            sent.watched.append(one)
-            sent.grads.append(grad)
-            sent.data.append(data)
-            sent.versions.append(one.version)
-            sent.tensors.append(tensor)
-            sent.contexts.append(context)
-        return sent if sent.watched else None
+            gradients.append(_SentGradient(hooked, grad, data, hooked.version, tensor, context))
+        return gradients
 
     def _new_request(
-        self, one: _Watched, prefix: str, name: str, tensors: list[torch.Tensor]
+        self, hooked: _HookedParameter, prefix: str, name: str, tensors: list[torch.Tensor]
     ) -> Request:
         """Return the request for tensors of a gradient, or of the group that begins with it."""
         checked(prefix, tensors, reduces=True)
         options = self.options
         op = reduce_op(options.op, None)
-        one.request = new_request(
+        hooked.request = new_request(
             prefix, Kind.ALLREDUCE, tensors, name, options.process_set, op, options.factors
         )
-        return one.request
+        return hooked.request
 
     def _send(
-        self, sent: _Sent, requests: list[Request], buffers: list[list[torch.Tensor]]
+        self,
+        gradients: list[_SentGradient],
+        requests: list[Request],
+        buffers: list[list[torch.Tensor]],
     ) -> None:
         coordinator, now = coordinator_of(self.options.process_set), time.monotonic_ns()
         operations = [
             Operation(request, tensors, tensors, submitted_ns=now)
             for request, tensors in zip(requests, buffers, strict=True)
         ]
-        coordinator.submit_all(operations)
-        sent.wait = partial(coordinator.wait_all, operations)
-        self._sent.append(sent)
-        for one in sent.watched:
-            one.is_sent = True
+        coordinator.submit(operations)
+        self._sent.append(_Sent(gradients, partial(coordinator.wait, operations)))
+        for gradient in gradients:
+            gradient.hooked.is_sent = True
 
-    def _submit_sparse(self, one: _Watched, grad: torch.Tensor) -> None:
+    def _submit_sparse(self, hooked: _HookedParameter, grad: torch.Tensor) -> None:
         options = self.options
         result = sparse_allreduce_async(
-            grad, name=one.name, op=options.op, process_set=options.process_set
+            grad, name=hooked.name, op=options.op, process_set=options.process_set
         )
-        one.is_sent = True
-        self._sent.append(_SentSparse(one, grad, one.version, result))
+        hooked.is_sent = True
+        self._sent.append(_SentSparse(hooked, grad, hooked.version, result))
 
-    def _grad_of(self, one: _Watched) -> torch.Tensor:
-        """Return the sparse gradient of a parameter, made dense if that is asked for."""
-        grad = one.parameter.grad
+    def _grad_of(self, hooked: _HookedParameter) -> torch.Tensor:
+        """Return the sparse gradient of a parameter, made dense if the options say so."""
+        grad = hooked.parameter.grad
         assert grad is not None
         if self.options.sparse_as_dense:
-            one.parameter.grad = grad = grad.to_dense()
-            one.version = grad._version
+            hooked.parameter.grad = grad = grad.to_dense()
+            hooked.version = grad._version
             return grad
-        one.is_sparse = True
+        hooked.is_sparse = True
         return grad
 
     def _take_back(self, sent: _Sent) -> None:
         decompress = self.options.compression.decompress
-        for one, grad, data, version, tensor, context in zip(
-            *(sent.watched, sent.grads, sent.data, sent.versions, sent.tensors, sent.contexts),
-            strict=True,
-        ):
-            if one.parameter.grad is not grad or grad._version != version:
-                raise _changed(one)
+        for hooked, grad, data, version, tensor, context in sent.gradients:
+            _check_unchanged(hooked, grad, version)
             result = decompress(tensor, context)
             if result is not data or result.data_ptr() != grad.data_ptr():
                 grad.data.copy_(result)
 
 
-def _changed(one: _Watched) -> RuntimeError:
-    """Return the error for a gradient that the script has changed since it was submitted."""
-    return RuntimeError(
-        f"the gradient of {one.name} was changed between backward() and step(), while it was "
+def _check_unchanged(hooked: _HookedParameter, grad: torch.Tensor, version: int) -> None:
+    """Raise RuntimeError if the script has changed a gradient since it was submitted."""
+    if hooked.parameter.grad is grad and grad._version == version:
+        return
+    raise RuntimeError(
+        f"the gradient of {hooked.name} was changed between backward() and step(), while it was "
         "exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ or "
         "scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
         "optimizer.zero_grad() before backward()"
     )
 
 
-def _no_gradient(one: _Watched) -> torch.Tensor:
+def _no_gradient(hooked: _HookedParameter) -> torch.Tensor:
     """Return the gradient with which a parameter takes part that has none."""
-    data = one.parameter.detach()
-    if not one.is_sparse:
+    data = hooked.parameter.detach()
+    if not hooked.is_sparse:
         return torch.zeros_like(data)
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=data.device),
@@ -453,9 +448,4 @@ def _no_gradient(one: _Watched) -> torch.Tensor:
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one piece of memory: itself, or a copy."""
-    if tensor.is_contiguous():
-        return tensor
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == dims and tensor.is_contiguous(memory_format=layout):
-            return tensor
-    return tensor.contiguous()
+    return tensor if is_packed(tensor) else tensor.contiguous()

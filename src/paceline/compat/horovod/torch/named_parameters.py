@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 NAMED_HINT = "HINT: named_parameters=model.named_parameters()"
-GROUPS_RULE = "groups should be a non-negative integer or a list of list of torch.Tensor"
 MAX_NAMED = 8  # names in a message
 
 
@@ -83,26 +82,42 @@ def groups_of(num_groups: int, groups: Any, level: int) -> Any:
     return groups if groups is not None or not num_groups else num_groups
 
 
-def check_groups(groups: Any) -> int | list[list[torch.Tensor]]:
-    """Return ``groups=`` of DistributedOptimizer: a number of groups, or the groups.
+def number_or_groups(groups: Any, members: str, kind: type = object) -> int | list[list[Any]]:
+    """Return ``groups=`` of a DistributedOptimizer: a number of groups, or the groups.
+
+    Args:
+        groups: The argument.
+        members: What a group contains, in messages.
+        kind: Type of the members.
 
     Raises:
-        ValueError: It is neither, or a parameter is in two groups.
+        ValueError: It is neither.
     """
     if groups is None:
         return 0
+    rule = f"groups should be a non-negative integer or a list of list of {members}"
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 0:
-            raise ValueError(f"{GROUPS_RULE}; this is {groups}")
+            raise ValueError(f"{rule}; this is {groups}")
         return groups
     if not isinstance(groups, list | tuple):
-        raise ValueError(f"{GROUPS_RULE}; this is of type {type(groups).__name__}")
-    found: list[list[torch.Tensor]] = []
-    seen: set[int] = set()
+        raise ValueError(f"{rule}; this is of type {type(groups).__name__}")
     for number, group in enumerate(groups):
         is_list = isinstance(group, list | tuple)
-        if not is_list or not all(isinstance(one, torch.Tensor) for one in group):
-            raise ValueError(f"{GROUPS_RULE}; item {number} is not a list of tensors")
+        if not is_list or not all(isinstance(one, kind) for one in group):
+            raise ValueError(f"{rule}; item {number} is not a list of {members}")
+    return [list(group) for group in groups]
+
+
+def check_groups(groups: Any) -> int | list[list[torch.Tensor]]:
+    """Return ``groups=`` of the DistributedOptimizer of PyTorch, as ``number_or_groups``.
+
+    Raises:
+        ValueError: It is invalid, or a parameter is in two groups.
+    """
+    found = number_or_groups(groups, "torch.Tensor", torch.Tensor)
+    seen: set[int] = set()
+    for number, group in enumerate([] if isinstance(found, int) else found):
         for one in group:
             if id(one) in seen:
                 raise ValueError(
@@ -110,7 +125,6 @@ def check_groups(groups: Any) -> int | list[list[torch.Tensor]]:
                     f"{tuple(one.shape)} appears again in group {number}"
                 )
             seen.add(id(one))
-        found.append(list(group))
     return found
 
 

@@ -10,9 +10,8 @@ import torch
 
 from ..core import world
 from ..core.coordinator import Coordinator
-from ..core.operation import Operation
 from ..core.process_sets import ProcessSet
-from ..core.requests import NO_ROOT, Kind, ReduceOp, Request
+from ..core.requests import NO_ROOT, Kind, Operation, ReduceOp, Request
 from .basics import Average, Sum
 
 _last_handle = itertools.count(1)
@@ -63,7 +62,7 @@ def submit(
 
     result: returns what ``synchronize`` returns.
     """
-    coordinator.submit(operation, getattr(_this_thread, "waits", False))
+    coordinator.submit([operation], getattr(_this_thread, "waits", False))
     handle = next(_last_handle)
     _handles[handle] = (coordinator, operation, result)
     return handle
@@ -86,7 +85,7 @@ def synchronize(handle: Any) -> Any:
     if entry is None:
         return None
     coordinator, operation, result = entry
-    coordinator.wait(operation)
+    coordinator.wait([operation])
     return result(operation)
 
 
@@ -103,13 +102,18 @@ def run(start: Callable[[], int]) -> Any:
     return synchronize(handle)
 
 
-def first_output(operation: Operation) -> Any:
-    assert operation.outputs is not None
-    return operation.outputs[0]
+def outputs_of(grouped: bool, own: list[torch.Tensor] | None = None) -> Callable[[Operation], Any]:
+    """Return the function that returns the outputs of an operation, or the only one.
 
+    own: the caller's tensors that receive the outputs, which are returned instead.
+    """
 
-def all_outputs(operation: Operation) -> Any:
-    return operation.outputs
+    def result(operation: Operation) -> Any:
+        outputs = operation.outputs if own is None else own
+        assert outputs is not None
+        return outputs if grouped else outputs[0]
+
+    return result
 
 
 def new_request(
@@ -122,7 +126,7 @@ def new_request(
     factors: tuple[float, float] = (1.0, 1.0),
     root: int = NO_ROOT,
 ) -> Request:
-    """Return a request; calls without a name are numbered, in each process set by itself."""
+    """Return a request; calls without a name are numbered, separately in each process set."""
     number = process_set.process_set_id
     if name is None:
         unnamed = world.current_world().unnamed
@@ -187,10 +191,7 @@ def checked(prefix: str, tensors: Sequence[Any], reduces: bool = False) -> list[
                 f"{prefix}: Tensor type {tensor.type()} is not supported. HINT: "
                 + ("tensor.to(torch.uint8)" if tensor.dtype == torch.bool else "view_as_real")
             )
-        if not tensor.is_contiguous() and not any(
-            tensor.dim() == dims and tensor.is_contiguous(memory_format=layout)
-            for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
-        ):
+        if not is_packed(tensor):
             raise ValueError(
                 f"{prefix}: Tensor is required to be contiguous, or channel_last. HINT: "
                 "tensor.contiguous()"
@@ -200,6 +201,14 @@ def checked(prefix: str, tensors: Sequence[Any], reduces: bool = False) -> list[
     if devices:
         check_devices(prefix, devices, len(devices) < len(buffers))
     return buffers
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one piece of memory."""
+    return tensor.is_contiguous() or any(
+        tensor.dim() == dims and tensor.is_contiguous(memory_format=layout)
+        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    )
 
 
 def check_devices(prefix: str, devices: Sequence[torch.device], beside_cpu: bool = False) -> None:

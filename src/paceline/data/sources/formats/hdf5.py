@@ -121,11 +121,8 @@ def unwritten_note(data: Any, description: str) -> str:
                 "HINT: copy the file again"
             )
         return ""
-    sides = zip(data.shape, chunks, strict=True)
-    stored_chunks, whole = (
-        data.id.get_num_chunks(),
-        math.prod(-(-side // item) for side, item in sides),
-    )
+    stored_chunks = data.id.get_num_chunks()
+    whole = math.prod(-(-side // of) for side, of in zip(data.shape, chunks, strict=True))
     if stored_chunks > whole:
         raise ValueError(
             f"{description}, of the shape {data.shape}, has {stored_chunks:,} chunks instead of "

@@ -111,12 +111,8 @@ class MemberSource(Source):
         return LoadedSample(content, value, self.name(i), extension)
 
     def name(self, i: int) -> str:
-        with_names = self._data[i][2]
-        return (
-            self.content(with_names).decode(errors="replace")
-            if with_names is not None
-            else self._keys[i]
-        )
+        place = self._data[i][2]
+        return self._keys[i] if place is None else self.content(place).decode(errors="replace")
 
     def _read_label_kind(self) -> None:
         """Set the kind of the labels; that of texts is decided by all of them."""

@@ -13,7 +13,6 @@ import numpy as np
 from ....security.files import open_regular
 from ...boundary import Boundary
 from . import convert_library_errors, hdf5, import_format_package
-from . import hdf5 as hdf5_references
 from .cf import with_nan
 from .stores import Array, Rows, StoreSource, check_sizes, native
 from .stores import source as store_source
@@ -179,7 +178,7 @@ class NetCDFRows(Rows):
         if not self._data._grp.data_model.startswith("NETCDF4"):
             return path.stat().st_size
         with _LOCK, import_format_package("h5py").File(path, "r") as file:
-            return hdf5_references.stored_bytes(file[name]) if name in file else 0
+            return hdf5.stored_bytes(file[name]) if name in file else 0
 
     def _unwritten_note(self, path: Path, name: str) -> str:
         """Return a note for version 4, which is HDF5."""
@@ -199,7 +198,7 @@ def _check_references(path: Path, boundary: Boundary) -> None:
     with open(open_regular(path), "rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             return
-    hdf5_references.check_file(path, boundary)
+    hdf5.check_file(path, boundary)
 
 
 def _opened(path: Path) -> Any:

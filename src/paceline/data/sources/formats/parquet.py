@@ -62,12 +62,9 @@ class ParquetSource(Source):
             raise ValueError(
                 f"{path} has {_list_columns(names)}. HINT: {path}:COLUMN, --labels COLUMN"
             )
-        self._data = name or (default_columns[0] if default_columns else names[0])
-        self._labels = labels or (
-            default_columns[1]
-            if not name and default_columns and default_columns[1] in names
-            else ""
-        )
+        x, y = default_columns or (next(iter(names), ""), "")
+        self._data = name or x
+        self._labels = labels or (y if not name and y in names else "")
         for column in (self._data, self._labels):
             if column and column not in names:
                 raise ValueError(f"{path} has no column {column!r}; it has {_list_columns(names)}")

@@ -248,13 +248,8 @@ def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
         with (path / f"{files:06}.tfrecord").open("wb") as file:
             for sample in chain([first], samples):
                 content = _serialize(info, sample)
-                head = len(content).to_bytes(8, "little")
-                file.write(
-                    head
-                    + FOOTER.pack(_masked_crc(head))
-                    + content
-                    + FOOTER.pack(_masked_crc(content))
-                )
+                for part in (len(content).to_bytes(8, "little"), content):
+                    file.write(part + FOOTER.pack(_masked_crc(part)))
                 if file.tell() >= info.shard_bytes:
                     break
     write_classes(path, info)

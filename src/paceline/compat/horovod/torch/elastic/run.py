@@ -78,9 +78,8 @@ class ReturnedNodes:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Tell the launcher that this rank can make room, while the body of ``with`` runs."""
-        listens = threading.current_thread() is threading.main_thread() and signal.getsignal(
-            MAKE_ROOM_SIGNAL
-        ) in (signal.SIG_DFL, signal.SIG_IGN)
+        is_unused = signal.getsignal(MAKE_ROOM_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
+        listens = is_unused and threading.current_thread() is threading.main_thread()
         if listens:
             signal.signal(MAKE_ROOM_SIGNAL, self._on_signal)
             signal.siginterrupt(MAKE_ROOM_SIGNAL, False)  # it may interrupt a thread of gloo

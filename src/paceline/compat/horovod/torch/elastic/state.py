@@ -42,6 +42,15 @@ class StateHandler:
         self.value = value
         self.save()
 
+    def committed(self) -> Any:
+        """Return the state for a commit."""
+        return self.value.state_dict()
+
+    def load(self, saved: Any) -> None:
+        """Restore a state of ``committed``."""
+        self.value.load_state_dict(saved)
+        self.save()
+
 
 class StateDictHandler(StateHandler):
     """Handler of a value with ``state_dict`` and ``load_state_dict``."""
@@ -63,11 +72,6 @@ class StateDictHandler(StateHandler):
     def committed(self) -> Any:
         """Return the saved state."""
         return self._saved
-
-    def load(self, saved: Any) -> None:
-        """Restore a state of ``committed``."""
-        self.value.load_state_dict(saved)
-        self.save()
 
 
 class ModelStateHandler(StateDictHandler):
@@ -193,7 +197,7 @@ class TorchState(ObjectState):
                 "the state with the same arguments in every attempt"
             )
         for name, handler in self._handlers.items():
-            _load(handler, found["handlers"][name])
+            handler.load(found["handlers"][name])
         self._saved_state |= {
             name: _unpacked(value)
             for name, value in found["objects"].items()
@@ -215,24 +219,10 @@ class TorchState(ObjectState):
         self._warned = self._warned or bool(lost)
         self._commits.write(
             {
-                "handlers": {name: _committed(one) for name, one in self._handlers.items()},
+                "handlers": {name: one.committed() for name, one in self._handlers.items()},
                 "objects": {name: value for name, value in objects.items() if value is not None},
             }
         )
-
-
-def _committed(handler: StateHandler) -> Any:
-    if isinstance(handler, StateDictHandler):
-        return handler.committed()
-    return handler.value.state_dict()
-
-
-def _load(handler: StateHandler, saved: Any) -> None:
-    if isinstance(handler, StateDictHandler):
-        handler.load(saved)
-    else:
-        handler.value.load_state_dict(saved)
-        handler.save()
 
 
 def _packed(value: Any) -> dict[str, bytes] | None:
