@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.binding.binding_plan import RankBinding
+from paceline.cluster.binding_plan import RankBinding
 from paceline.cluster.topology.visible_gpus import gpu_count, visible_devices
 from paceline.launch.affinity.bind_ranks import variables
 from paceline.launch.job import Job

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from paceline.cluster.binding.binding_plan import RankBinding
+from paceline.cluster.binding_plan import RankBinding
 from paceline.launch.affinity import report_bindings
 from paceline.launch.affinity.report_bindings import BindingsReport, read_process, report_host
 from paceline.launch.layout import Seat

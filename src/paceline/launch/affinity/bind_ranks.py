@@ -1,6 +1,6 @@
 """Placement of this host's ranks on cores, devices and network cards.
 
-The placement is planned by ``cluster.binding.binding_plan`` from the host's topology, the resources
+The placement is planned by ``cluster.binding_plan`` from the host's topology, the resources
 granted by the scheduler, the user's options, and environment variables that the user has set.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ...cluster.binding.binding_plan import RankBinding, plan
+from ...cluster.binding_plan import RankBinding, plan
 from ...cluster.schedulers.env_numbers import THREAD_VARIABLES, openmp_threads
 from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import Card, pci_cards
