@@ -111,7 +111,7 @@ def run(
             peers=lambda: remaining.hosts,
         )
         if job.min_hosts is not None or discovery is not None:
-            remaining.lost_host_watcher = joining.watcher
+            remaining.joining_hosts = joining
         host_discovery = (
             HostDiscovery(discovery, [host.name for host in hosts], joining.add)
             if discovery is not None
@@ -136,8 +136,8 @@ def run(
             # before agents write the records of the last attempt
             if job.record is not None and remaining.changed:
                 move_earlier_attempts(job.record, remaining.attempt)
-            _end_agents([*remote_hosts, *remaining.returned_hosts, *joining.watcher.close()])
-            joining.watcher.disconnect()
+            _end_agents([*remote_hosts, *remaining.returned_hosts, *joining.close()])
+            joining.disconnect()
             record_server.close()
     except TerminatedError as end:
         return end.report_before_start()
