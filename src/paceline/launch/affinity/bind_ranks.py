@@ -22,7 +22,7 @@ from ..options import AUTO
 USER_BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
-def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
+def plan_bindings(job: Job) -> list[RankBinding]:
     """Return the place of each of the job's ranks on this host. A place without cpus is not bound.
 
     With the default ``--bind auto``, ranks that can't be bound are left unbound, with a note.
@@ -30,12 +30,12 @@ def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
     Raises:
         ValueError: The requested binding is not possible on this host.
     """
-    found, allowed = topology(root), set(allowed_threads())
+    found, allowed = topology(), set(allowed_threads())
     if job.bind != AUTO:
-        return _plan(job, job.bind, found, allowed, pci_cards(root))
+        return _plan(job, job.bind, found, allowed, pci_cards())
     reason = why_unbound(job, found, allowed, os.environ)
     if not reason:
-        cards_here = pci_cards(root)
+        cards_here = pci_cards()
         kinds = ["device"] * (0 < job.ranks <= gpu_count()) + ["core"]
         for kind in kinds:
             try:

@@ -48,9 +48,9 @@ class Process:
     others: dict[str, int] = field(default_factory=dict)
 
 
-def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """Return the affinity of a process, or None if it has ended."""
-    folder = proc / str(pid)
+    folder = Path(f"/proc/{pid}")
     try:
         name = (folder / "comm").read_text().strip()
         masks = {int(task): _mask(folder / "task" / task) for task in os.listdir(folder / "task")}
@@ -61,10 +61,10 @@ def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
     return Process(pid, name, first, len(masks), _policy(folder), dict(others))
 
 
-def child_processes(pid: int, proc: Path = Path("/proc")) -> list[int]:
+def child_processes(pid: int) -> list[int]:
     """Return the pids of all descendants of a process."""
-    children = child_pids(pid, proc)
-    return sorted([*children, *(pid for child in children for pid in child_processes(child, proc))])
+    children = child_pids(pid)
+    return sorted([*children, *(pid for child in children for pid in child_processes(child))])
 
 
 def _mask(task: Path) -> str:
