@@ -36,7 +36,7 @@ from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
 from ..security import shared_folder
-from ..security.error_reason import error_reason
+from ..security.files import error_reason
 from .collectives import Collectives
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState

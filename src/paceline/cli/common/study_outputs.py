@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...security.error_reason import error_reason
+from ...security.files import error_reason
 from ...security.outputs import write_output
 from .command import STDOUT, json_output
 from .options import (

@@ -15,11 +15,36 @@ from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import Card, pci_cards
 from ...cluster.topology.topology import Topology, topology
 from ...cluster.topology.visible_gpus import gpu_count, visible_devices
+from ...plurals import counted
 from ..job import Job
 from ..options import AUTO
 
 # With these variables the user binds threads. Paceline then binds only if an option requests it.
 USER_BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+
+
+def take_share(job: Job) -> None:
+    """Restrict this process, and all that it starts, to the job's share of this node.
+
+    Raises:
+        ValueError: This node has fewer cores or GPUs.
+    """
+    if job.share is None:
+        return
+    first_core, cores, first_gpu, gpus = job.share
+    host, allowed = topology(), allowed_threads()
+    own_cores = set(host.cores(allowed)[first_core : first_core + cores])
+    if len(own_cores) < cores:
+        raise ValueError(
+            f"this job was given the cores {first_core} to {first_core + cores - 1} of this node, "
+            f"and {counted(len(host.cores(allowed)), 'core')} may be used. HINT: fewer ranks or "
+            "cores for each job"
+        )
+    os.sched_setaffinity(0, {cpu.number for cpu in host.at(allowed) if cpu.core in own_cores})
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [*map(str, range(gpu_count()))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first_gpu : first_gpu + gpus])
 
 
 def plan_bindings(job: Job) -> list[RankBinding]:
