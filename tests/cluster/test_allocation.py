@@ -129,7 +129,6 @@ def test_lsf_hosts_from_each_variable(tmp_path):
     found = find_allocation(job)
     assert (found.scheduler, found.job, found.tool) == ("LSF", "10", "blaunch")
     assert found.hosts == (Host("g1", 2), Host("g5", 1), Host("g3", 1))
-    assert found.launch_node is None
     job |= {"LSB_MCPU_HOSTS": "g3 1 g1 2", "LSB_JOBINDEX": "4"}
     assert find_allocation(job).hosts == (Host("g3", 1), Host("g1", 2))
     assert find_allocation(job).job == "10[4]"
@@ -146,9 +145,9 @@ def test_coral_launch_node_is_not_a_compute_node(tmp_path):
     job = {"LSB_JOBID": "10", "LSB_DJOB_HOSTFILE": hosts}
     for more in ({"CSM_ALLOCATION_ID": "99"}, {"JSM_ROOT": "/opt/jsm"}):
         found = find_allocation(job | more)
-        assert (found.tool, found.launch_node) == ("jsrun", "batch1")
+        assert found.tool == "jsrun"
         assert found.hosts == (Host("a01", cpus=42), Host("a02", cpus=42))
-    assert find_allocation(job).launch_node is None
+    assert find_allocation(job).tool == "blaunch"
     assert len(find_allocation(job).hosts) == 3
 
 

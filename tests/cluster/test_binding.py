@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from fake_sysfs import HOSTS, Host, write
 
-from paceline.cluster.binding.binding_plan import RankBinding, binding_problems, plan
+from paceline.cluster.binding_plan import RankBinding, plan
 from paceline.cluster.topology.pci_devices import Card, pci_cards
 from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
+from paceline.launch.affinity.report_bindings import binding_problems
 from paceline.plurals import format_ranges, parse_ranges
 
 # Summit reserves the last core of each socket for the system.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.cluster.binding.binding_plan import RankBinding
-from paceline.cluster.topology.visible_gpus import gpu_count, visible_devices
+from paceline.cluster.binding_plan import RankBinding
+from paceline.cluster.topology.visible_gpus import visible_devices
 from paceline.launch.affinity.bind_ranks import variables
 from paceline.launch.job import Job
 
@@ -51,22 +51,22 @@ def host(tmp_path):
 def test_visible_devices_are_those_of_cuda(host, value, devices):
     environment = {"CUDA_VISIBLE_DEVICES": value}
     assert visible_devices(environment, host) == devices
-    assert gpu_count(environment, host) == len(devices)
+    assert len(visible_devices(environment, host)) == len(devices)
 
 
 def test_all_gpus_are_visible_without_the_variable(host):
     assert visible_devices({}, host) == [0, 1]
-    assert gpu_count({}, host) == 2
+    assert len(visible_devices({}, host)) == 2
     (host / "dev/nvidia0").unlink()  # as in a container that was given one of them
-    assert gpu_count({}, host) == 1
+    assert len(visible_devices({}, host)) == 1
 
 
 def test_gpus_without_driver_files_are_counted_from_the_variable(tmp_path):
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": "0,1,2"}, tmp_path) == 3
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": ",".join(UUIDS)}, tmp_path) == 2
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": "0,1,2"}, tmp_path)) == 3
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": ",".join(UUIDS)}, tmp_path)) == 2
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ",".join(UUIDS)}, tmp_path) == [-1, -1]
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, tmp_path) == 0
-    assert gpu_count({}, tmp_path) == 0
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, tmp_path)) == 0
+    assert len(visible_devices({}, tmp_path)) == 0
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_gpus_without_driver_files_are_counted_from_the_variable(tmp_path):
     ],
 )
 def test_a_process_sees_one_mig_device(host, value):
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": value}, host) == 1
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": value}, host)) == 1
     assert len(visible_devices({"CUDA_VISIBLE_DEVICES": value}, host)) == 1
 
 

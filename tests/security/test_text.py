@@ -28,8 +28,7 @@ from paceline.report.console import PlainConsole
 from paceline.report.page.run_page import single
 from paceline.report.terminal import top
 from paceline.security.files import InvalidFileError, UnsafeFileError
-from paceline.security.terminal import for_terminal
-from paceline.security.text import printable
+from paceline.security.text import for_terminal, printable
 
 TITLE = "\x1b]0;owned\x07"  # sets a terminal's title
 # Zero-width space, tag characters, word joiner, bidi override, filler, private use, unassigned.

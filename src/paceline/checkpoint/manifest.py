@@ -21,8 +21,7 @@ from crc32c import crc32c
 from msgspec import Meta
 
 from ..record.ring.header_schema import MAX_RANKS
-from ..security.error_reason import error_reason
-from ..security.files import InvalidFileError, open_regular, read_regular
+from ..security.files import InvalidFileError, error_reason, open_regular, read_regular
 from ..security.schema import Count, check, load_json
 from .pickle_stack import HANDLERS, GlobalName, Handler, PickleError, PickleStack, constant
 

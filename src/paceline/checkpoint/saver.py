@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..plurals import named_ranks
-from ..security.error_reason import error_reason
-from ..security.files import UnsafeFileError
+from ..security.files import UnsafeFileError, error_reason
 from ..security.run_lock import RunLock
 from . import checkpoint_folder, state_tree
 from .checkpoint_folder import PAGE_BYTES, map_memory

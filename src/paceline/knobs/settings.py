@@ -14,8 +14,7 @@ from msgspec import Meta
 from ..cost.machine.dataclass_tree import shorten
 from ..cost.machine.read_toml import read_toml
 from ..cost.machine.write_toml import dumps
-from ..security.error_reason import error_reason
-from ..security.files import InvalidFileError
+from ..security.files import InvalidFileError, error_reason
 from ..security.outputs import write_output
 from ..security.schema import check
 from .registry import KNOBS

@@ -26,7 +26,6 @@ from ..security.files import read_regular
 from ..security.processes import start_ticks
 from . import job_folder
 from .affinity import bind_ranks
-from .affinity.node_share import take_share
 from .channel import (
     START_MARKER,
     Channel,
@@ -262,7 +261,7 @@ class HostAgent:
                 "exists on every node, such as one on a shared file system"
             ) from None
         self.job = Job(**{**check, "record": None, "summary": None})
-        take_share(self.job)
+        bind_ranks.take_share(self.job)
         self.source, self.places = check_job(self.job), bind_ranks.plan_bindings(self.job)
         self.send(fits=True)
 

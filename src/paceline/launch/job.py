@@ -170,7 +170,7 @@ def check(job: Job) -> bytes:
     Raises:
         ValueError: An option is invalid, the memory does not suffice, or the script can't be run.
     """
-    from ..cluster.binding.binding_plan import KINDS
+    from ..cluster.binding_plan import KINDS
 
     if job.count_flops and job.record is None:
         raise ValueError("--count-flops needs a record. HINT: add --record DIR")

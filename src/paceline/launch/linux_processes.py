@@ -109,10 +109,10 @@ def exit_on_signal(number: int, _: Any) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def child_pids(pid: int, proc: Path = Path("/proc")) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Return the PIDs of a process's children: the kernel lists each under a thread of it."""
     found: list[int] = []
-    for path in (proc / str(pid) / "task").glob("*/children"):
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             found += map(int, path.read_text().split())
     return found

@@ -6,7 +6,9 @@ import secrets
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..cluster.schedulers.hostfile import Host
@@ -30,7 +32,6 @@ from .remote.prepare_hosts import (
     REACHABILITY_TIMEOUT_S,
     LaunchSpec,
     check_hosts,
-    label_record_folder,
     start_rank_servers,
     version_mismatch,
 )
@@ -92,9 +93,9 @@ def run(
         if job.record is not None:
             lock = job_folder.lock_record(job.record, spec.run_id)
             lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
-        layout = RankLayout(hosts, ranks, where.explicit, options.min_ranks_per_host)
+        count_ranks = partial(_count_ranks, where, ranks, options.min_ranks_per_host)
         remote_hosts, ranks_per_host, interfaces, cores = _prepare_hosts(
-            spec, connections, layout, excluded_hosts, grows=discovery is not None
+            spec, connections, count_ranks, excluded_hosts, grows=discovery is not None
         )
         from .supervise import watch
 
@@ -111,7 +112,7 @@ def run(
             peers=lambda: remaining.hosts,
         )
         if job.min_hosts is not None or discovery is not None:
-            remaining.lost_host_watcher = joining.watcher
+            remaining.joining_hosts = joining
         host_discovery = (
             HostDiscovery(discovery, [host.name for host in hosts], joining.add)
             if discovery is not None
@@ -136,8 +137,8 @@ def run(
             # before agents write the records of the last attempt
             if job.record is not None and remaining.changed:
                 move_earlier_attempts(job.record, remaining.attempt)
-            _end_agents([*remote_hosts, *remaining.returned_hosts, *joining.watcher.close()])
-            joining.watcher.disconnect()
+            _end_agents([*remote_hosts, *remaining.returned_hosts, *joining.close()])
+            joining.disconnect()
             record_server.close()
     except TerminatedError as end:
         return end.report_before_start()
@@ -158,40 +159,34 @@ def run(
     return code
 
 
-@dataclass(frozen=True)
-class RankLayout:
-    """How many ranks are wanted on which hosts, with the arguments of ``run``."""
+# Returns the number of ranks of each connected host, and by host name the cores that the scheduler
+# grants there.
+CountRanks = Callable[[list[RemoteHost]], tuple[list[int], dict[str, int | None]]]
 
-    hosts: list[Host]
-    ranks: int | None
-    explicit: bool
-    min_ranks_per_host: int
 
-    def count_ranks(self, found: list[RemoteHost]) -> tuple[list[int], dict[str, int | None]]:
-        """Return the number of ranks of each connected host, and by host name the cores that the
-        scheduler grants there.
-        """
-        by_name = {host.name: host for host in self.hosts}
-        if len(found) == len(self.hosts):  # the tool may use other names
-            hosts = self.hosts
-        else:
-            hosts = [by_name.get(host.name, Host(host.name)) for host in found]
-        known = [
-            replace(
-                host, name=remote.name, devices=remote.hello["devices"], numa=remote.hello["numa"]
-            )
-            for host, remote in zip(hosts, found, strict=True)
-        ]
-        counts = ranks_per_host(known, self.ranks, self.explicit)
-        if self.ranks is None and any(host.slots is None for host in hosts):
-            counts = [max(self.min_ranks_per_host, count) for count in counts]
-        return counts, {host.name: host.cpus for host in known}
+def _count_ranks(
+    where: Target, ranks: int | None, min_ranks_per_host: int, found: list[RemoteHost]
+) -> tuple[list[int], dict[str, int | None]]:
+    """See ``CountRanks``. The other arguments are those of ``run``."""
+    by_name = {host.name: host for host in where.hosts}
+    if len(found) == len(where.hosts):  # the tool may use other names
+        hosts = where.hosts
+    else:
+        hosts = [by_name.get(host.name, Host(host.name)) for host in found]
+    known = [
+        replace(host, name=remote.name, devices=remote.hello["devices"], numa=remote.hello["numa"])
+        for host, remote in zip(hosts, found, strict=True)
+    ]
+    counts = ranks_per_host(known, ranks, where.explicit)
+    if ranks is None and any(host.slots is None for host in hosts):
+        counts = [max(min_ranks_per_host, count) for count in counts]
+    return counts, {host.name: host.cpus for host in known}
 
 
 def _prepare_hosts(
     spec: LaunchSpec,
     connections: AgentConnections,
-    layout: RankLayout,
+    count_ranks: CountRanks,
     excluded_hosts: dict[str, str] | None,
     grows: bool,
 ) -> tuple[list[RemoteHost], list[int], list[tuple[str, str]], dict[str, int | None]]:
@@ -202,18 +197,19 @@ def _prepare_hosts(
     found = _exclude_hosts(
         found, {host.name: version_mismatch(host) for host in found}, excluded_hosts
     )
-    ranks_per_host, cores = layout.count_ranks(found)
+    ranks_per_host, cores = count_ranks(found)
     mistakes = check_hosts(spec, *_hosts_with_ranks(found, ranks_per_host), cores)
     if mistakes:
         found = _exclude_hosts(found, mistakes, excluded_hosts)
         # The numbers of ranks may be different: check once more.
-        ranks_per_host, cores = layout.count_ranks(found)
+        ranks_per_host, cores = count_ranks(found)
         _exclude_hosts(
             found, check_hosts(spec, *_hosts_with_ranks(found, ranks_per_host), cores), None
         )
     remote_hosts, ranks_per_host = _hosts_with_ranks(found, ranks_per_host)
     interfaces = _choose_addresses(remote_hosts, grows)
-    label_record_folder(spec)
+    if spec.job.record is not None:
+        job_folder.write_label(spec.job.record, spec.job.words, spec.run_id, spec.job.env)
     start_rank_servers(spec, dict(enumerate(remote_hosts)), interfaces)
     return remote_hosts, ranks_per_host, interfaces, cores
 

@@ -52,9 +52,8 @@ def run(job: Job, message: str = "") -> int:
 def _run(job: Job, interrupt: Interrupt, message: str) -> tuple[int, bool]:
     """Run the job. Return its exit code, and whether its record was kept."""
     from .affinity import bind_ranks
-    from .affinity.node_share import take_share
 
-    take_share(job)
+    bind_ranks.take_share(job)
     source, places = check(job), bind_ranks.plan_bindings(job)
     sys.stderr.write(message)
     prctl(SUBREAPER, 1)

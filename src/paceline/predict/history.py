@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ..analyze.diagnosis.diagnosis import PredictionError
 from ..record.ring.header_schema import FiniteFloat
-from ..security.error_reason import error_reason
-from ..security.files import InvalidFileError, open_regular, read_regular
+from ..security.files import InvalidFileError, error_reason, open_regular, read_regular
 from ..security.schema import parse_json
 
 MAX_BYTES = 16 << 20  # about 50,000 lines

@@ -34,6 +34,15 @@ class InvalidFileError(ValueError):
         return type(self), (self.file, self.reason)
 
 
+def error_reason(error: Exception) -> str:
+    """Return the message of an error without the file's name, printable and on one line."""
+    if isinstance(error, InvalidFileError):
+        return printable(error.reason)
+    if isinstance(error, OSError) and error.strerror:
+        return printable(error.strerror)
+    return printable(str(error))
+
+
 def open_regular(
     path: Name,
     flags: int = os.O_RDONLY,

@@ -166,16 +166,14 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def open_file(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
         """Open a regular file and return its descriptor.
 
         This user must own the file; in a group's folder any user may. Raises UnsafeFileError,
         OSError.
         """
         owner = os.geteuid() if self.group is None else None
-        return open_regular(
-            _plain(name), flags, dir_fd=self.fd, follow_links=False, owner=owner, mode=mode
-        )
+        return open_regular(_plain(name), flags, dir_fd=self.fd, follow_links=False, owner=owner)
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of a file. Raises InvalidFileError, UnsafeFileError, OSError."""

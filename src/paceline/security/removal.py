@@ -61,7 +61,7 @@ def check_mark(folder_fd: int, path: Path, kind: str, name: str = MARK) -> None:
         raise UnsafeFileError(errno.EPERM, "was not created by Paceline", str(path))
 
 
-def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
+def remove_marked(path: Path, kind: str) -> None:
     """Remove a marked folder with its content, except what can't be removed; or a link itself.
 
     Raises:
@@ -73,16 +73,16 @@ def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
         return
     fd = open_folder(path)
     try:
-        check_mark(fd, path, kind, name)
+        check_mark(fd, path, kind)
         _permit(".", fd)
-        remove_content(fd, last=name)
+        remove_content(fd, last=MARK)
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
         os.rmdir(path)  # removes only an empty folder
 
 
-def remove_from_marked(path: Path, kind: str, name: str = MARK) -> None:
+def remove_from_marked(path: Path, kind: str) -> None:
     """Remove a file, a link itself, or a subfolder with its content from a marked folder.
 
     It is renamed first, so that processes which still write to it fail.
@@ -93,7 +93,7 @@ def remove_from_marked(path: Path, kind: str, name: str = MARK) -> None:
     """
     fd = open_folder(path.parent)
     try:
-        check_mark(fd, path.parent, kind, name)
+        check_mark(fd, path.parent, kind)
         gone = f"{REMOVED_PREFIX}{path.name}"
         with contextlib.suppress(OSError):
             os.rename(path.name, gone, src_dir_fd=fd, dst_dir_fd=fd)

@@ -97,8 +97,6 @@ def read_json(
     max_bytes: int,
     *,
     dir_fd: int | None = None,
-    follow_links: bool = True,
-    owner: int | None = None,
     escape: bool = True,
     max_parsed_bytes: int = MAX_PARSED_BYTES,
 ) -> T:
@@ -108,5 +106,5 @@ def read_json(
         InvalidFileError: Same as for ``parse_json``, or the file is larger.
         OSError: Same as for ``files.open_regular``.
     """
-    data = read_regular(path, max_bytes, dir_fd=dir_fd, follow_links=follow_links, owner=owner)
+    data = read_regular(path, max_bytes, dir_fd=dir_fd)
     return parse_json(data, schema, path, escape=escape, max_parsed_bytes=max_parsed_bytes)

@@ -21,6 +21,8 @@ _INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 _VISIBLE = frozenset(
     "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
 )
+# Colours, line erasure and carriage return: Paceline uses them, and they are harmless in any text.
+_OF_PACELINE = re.compile(r"(\x1b\[[0-9;]{0,32}m|\x1b\[2K|\r)")
 
 
 def printable(text: str, lines: bool = False) -> str:
@@ -38,6 +40,13 @@ def printable(text: str, lines: bool = False) -> str:
         return char if (lines and char in "\n\t") or _is_shown(match) else _escaped(char)
 
     return _NOT_ASCII_TEXT.sub(replace, text)
+
+
+def for_terminal(text: str) -> str:
+    """Return ``text`` with control characters escaped, except line ends and Paceline's own."""
+    parts = _OF_PACELINE.split(text)
+    parts[::2] = [printable(part, lines=True) for part in parts[::2]]
+    return "".join(parts)
 
 
 def printable_tree(tree: Any, lines: bool = True) -> Any:

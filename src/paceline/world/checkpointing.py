@@ -36,7 +36,7 @@ from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
 from ..security import shared_folder
-from ..security.error_reason import error_reason
+from ..security.files import error_reason
 from .collectives import Collectives
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState
@@ -122,8 +122,9 @@ def _from_json(key: Any) -> Any:
 class Checkpointer:
     """The checkpoints of one ``world.epochs``.
 
-    ``say`` prints a line on rank 0. ``source``: folder of the checkpoint to resume from, if it is
-    not that of the saver.
+    Args:
+        say: Prints a line on rank 0.
+        source: Folder of the checkpoint to resume from; None: that of the saver.
     """
 
     def __init__(
@@ -168,14 +169,18 @@ class Checkpointer:
             self.state.shared_state()
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
 
-        self._together(check, "save checkpoints")
+        self._on_all_ranks(check, "save checkpoints")
         if self.saver.size > 1:
             self._check_shared_folder()
 
-    def _together(self, act: Callable[[], T], what: str) -> T:
-        """Return the result of ``act``, or raise ValueError on all ranks where one has a problem.
+    def _on_all_ranks(self, act: Callable[[], T], what: str) -> T:
+        """Return the result of ``act``. Collective.
 
-        Collective.
+        Args:
+            what: What ``act`` does, for the message.
+
+        Raises:
+            ValueError: On all ranks, if ``act`` raises it on one of them.
         """
         problem: ValueError | None = None
         result: Any = None
@@ -246,7 +251,7 @@ class Checkpointer:
             self.saver.warn(line)
 
         load = functools.partial(self.state.load, shared, own, rank, size)
-        return lambda: self._together(load, "restore the checkpoint")
+        return lambda: self._on_all_ranks(load, "restore the checkpoint")
 
     def after_batch(self) -> None:
         """Save if a checkpoint is due, and exit early if that was requested. Called between
@@ -352,11 +357,13 @@ class Checkpointer:
             gathered = self.collectives.gather(digests, tuple[Digests, Digests])
             parts = [digests_from_json(shared_digests) for shared_digests, _ in gathered]
             found = differences(parts)
-            warnings = self.state.settle(shared, found, self._other_structures(shared, found))
+            warnings = self.state.resolve_differences(
+                shared, found, self._other_structures(shared, found)
+            )
             if differing := shards_that_differ(
                 [digests_from_json(shard_digests) for _, shard_digests in gathered]
             ):
-                warnings += self.state.settle_copies(
+                warnings += self.state.check_copies(
                     name_copies(self._gather_copies(held, differing))
                 )
             for line in warnings:

@@ -14,7 +14,8 @@ from ..parallel.mesh import Mesh
 class Collectives:
     """The collectives of one world. Every rank must call each of them.
 
-    mesh: the ranks. before: called before each collective.
+    Args:
+        before: Called before each collective.
     """
 
     def __init__(self, mesh: Mesh, before: Callable[[], None]) -> None:

@@ -67,9 +67,9 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class KeptState:
-    """An object of ``world.keep``, and the scope of its state."""
+    """An object of ``world.keep``, which has a state, and the scope of that state."""
 
-    thing: Any
+    stateful: Any
     scope: Scope
 
     @classmethod
@@ -80,7 +80,7 @@ class KeptState:
             ValueError: The object has no state_dict and load_state_dict.
         """
         kept = thing if isinstance(thing, KeptState) else cls(thing, Scope.REPLICATED)
-        thing = kept.thing
+        thing = kept.stateful
         if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
             shown = "..." if kept.scope is Scope.REPLICATED else f"paceline.{kept.scope.value}(...)"
             raise ValueError(
@@ -208,7 +208,7 @@ class TrainingState:
             "warmups": training.warmups,
             "scaler": [training.scaler] if training.scaler else [],
         }
-        excluded = [unwrap(kept.thing) for kept in self._kept(Scope.PER_RANK).values()]
+        excluded = [unwrap(kept.stateful) for kept in self._kept(Scope.PER_RANK).values()]
         return {
             name: [part for part in each if not any(part is other for other in excluded)]
             for name, each in parts.items()
@@ -224,7 +224,7 @@ class TrainingState:
             for name, parts in self._shared_parts().items()
         }
         kept = self._kept(Scope.REPLICATED, Scope.RANK_0)
-        state["kept"] = {name: thing.thing.state_dict() for name, thing in kept.items()}
+        state["kept"] = {name: each.stateful.state_dict() for name, each in kept.items()}
         state["position"] = self.position.state_dict()
         state["step"] = self.training.phases.recorder.step
         rank_0 = [("kept", name) for name in self._kept(Scope.RANK_0)]
@@ -232,18 +232,20 @@ class TrainingState:
         copies = self.training.mesh.copies_of
         return SharedState(state, of_rank_0, self._buffer_addresses(), copies)
 
-    def settle(
+    def resolve_differences(
         self, shared: SharedState, found: dict[PartPath, Difference], others: Container[PartPath]
     ) -> list[str]:
-        """Decide what is saved of parts that differ between ranks; return warnings.
+        """Take the state of rank 0 for parts that differ between ranks; return warnings.
 
-        others: Those that differ in names, shapes or dtypes.
+        Whether replicas of a model may differ is decided by the check of replicas.
 
-        Of models and optimizers rank 0's state is saved: whether replicas may differ is for the
-        check of replicas to say.
+        Args:
+            found: The parts that differ.
+            others: Those of them that differ in names, shapes or dtypes.
 
-        Raises ValueError, the same on all ranks, where a kept object differs, or ranks have
-        different models.
+        Raises:
+            ValueError: The same on all ranks: a kept object differs, or ranks have different
+                models.
         """
         named = self.training.mesh.named
         for path, (ranks, absent) in found.items():
@@ -277,10 +279,11 @@ class TrainingState:
             for path, (ranks, _) in found.items()
         ]
 
-    def settle_copies(self, found: list[DifferentCopy]) -> list[str]:
+    def check_copies(self, found: list[DifferentCopy]) -> list[str]:
         """Return warnings about copies of one tensor that differ, one for each part of the state.
 
-        Raises ValueError, the same on all ranks, where the copies of a kept object differ.
+        Raises:
+            ValueError: The same on all ranks: the copies of a kept object differ.
         """
         first = {copy.part: copy for copy in reversed(found)}
         lines, name = [], self.training.mesh.name
@@ -342,7 +345,7 @@ class TrainingState:
         state: dict[str, Any] = {
             "random": random_states(),
             "meters": [m.state_dict() for m in self.meters],
-            "kept": {name: thing.thing.state_dict() for name, thing in kept.items()},
+            "kept": {name: each.stateful.state_dict() for name, each in kept.items()},
         }
         mesh = self.training.mesh
         if mesh.is_divided:
@@ -360,7 +363,13 @@ class TrainingState:
     def load(self, shared: dict[str, Any], states: list[Any], rank: int, size: int) -> Position:
         """Restore every object's state; return the position at which it was saved.
 
-        Raises ValueError where the checkpoint belongs to another script or model.
+        Args:
+            shared: The state that all ranks restore.
+            states: The state of each rank that saved the checkpoint.
+            rank, size: Of this run.
+
+        Raises:
+            ValueError: The checkpoint belongs to another script or model.
         """
         for name, parts in self._shared_parts().items():
             _check_count(name, len(shared[name]), len(parts))
@@ -371,9 +380,9 @@ class TrainingState:
         rank_state = source if source is not None else next(iter(states[rank : rank + 1]), None)
         for name, kept in self.kept.items():
             if name in shared["kept"]:
-                kept.thing.load_state_dict(placed_for(kept.thing, shared["kept"][name]))
+                kept.stateful.load_state_dict(placed_for(kept.stateful, shared["kept"][name]))
             elif rank_state is not None:
-                kept.thing.load_state_dict(rank_state["kept"][name])
+                kept.stateful.load_state_dict(rank_state["kept"][name])
         self.training.phases.recorder.step = shared["step"]
         if source is not None:
             set_random_states(source["random"])

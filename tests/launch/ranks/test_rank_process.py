@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from paceline.cluster.binding.binding_plan import RankBinding
+from paceline.cluster.binding_plan import RankBinding
 from paceline.launch.ranks import rank_process
 from paceline.launch.ranks.fork_server import RankStart
 from paceline.launch.ranks.local_host import LocalHost, RankServer

@@ -128,7 +128,7 @@ def remaining(names, count, most, least=1):
     found = RemainingHosts(
         [host(name) for name in names], [count] * len(names), least, about, max_ranks=most
     )
-    found.lost_host_watcher = Watcher()
+    found.joining_hosts = Watcher()
     return found, about
 
 
@@ -138,7 +138,7 @@ def layout(hosts):
 
 def test_ranks_of_new_hosts_are_limited():
     hosts, about = remaining(["a"], 4, 10)
-    hosts.lost_host_watcher.hosts = {1: host("b", 4), 2: host("c", 4)}
+    hosts.joining_hosts.hosts = {1: host("b", 4), 2: host("c", 4)}
     said = []
     assert hosts.announce_returned(True, said.append) == ["b", "c"]
     assert said == [
@@ -149,7 +149,7 @@ def test_ranks_of_new_hosts_are_limited():
     assert hosts.take_changes() == ("b, c are new; the job continues on 3 nodes, with 10 ranks,")
     assert layout(hosts) == {"a": 4, "b": 4, "c": 2}
     assert about == {"hosts": ["a", "b", "c"], "on_each": [4, 4, 2]}
-    hosts.lost_host_watcher.hosts = {3: host("d", 4)}
+    hosts.joining_hosts.hosts = {3: host("d", 4)}
     assert hosts.announce_returned(True, said.append) == []  # no room
     assert not hosts.readmit_returned()
     hosts.hosts[1].failure = "lost"  # now there is
@@ -170,7 +170,7 @@ def test_hosts_beyond_the_largest_world_size_replace_lost_ones():
 
 def test_job_goes_on_while_it_has_as_many_hosts_as_at_the_start():
     hosts, _ = remaining(["a"], 4, None, least=None)
-    hosts.lost_host_watcher.hosts = {1: host("b", 4), 2: host("c", 4)}
+    hosts.joining_hosts.hosts = {1: host("b", 4), 2: host("c", 4)}
     assert hosts.readmit_returned()
     hosts.hosts[1].failure = hosts.hosts[0].failure = "lost"
     assert hosts.drop_lost()
@@ -196,7 +196,7 @@ def joining_hosts(peers):
         *(SimpleNamespace(), SimpleNamespace(), [host("a")], [2], [("eth0", "10.0.0.1")], {}),
         peers=lambda: peers,
     )
-    joining.watcher.wait_for = lambda host_index: None
+    joining.wait_for = lambda host_index: None
     return joining
 
 

@@ -11,8 +11,7 @@ from ...plurals import counted, named_ranks
 from ...record.ring.header_schema import without_line_breaks
 from ...record.ring.ring import LINES_SUFFIX, PROFILE_SUFFIX
 from ...record.ring.tail import MAX_RECORD_BYTES
-from ...security.error_reason import error_reason
-from ...security.files import InvalidFileError, open_regular
+from ...security.files import InvalidFileError, error_reason, open_regular
 from ...security.schema import read_json
 from .rank_lines import read_rank_lines
 from .read_record import NewerVersionError, Record, parse_record

@@ -12,8 +12,7 @@ import msgspec
 
 from ...record.ring.header_schema import without_line_breaks
 from ...record.ring.ring import OPERATORS_SUFFIX
-from ...security.error_reason import error_reason
-from ...security.files import InvalidFileError
+from ...security.files import InvalidFileError, error_reason
 from ...security.schema import read_json
 
 MAX_FILE_BYTES = 8 << 20

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...security.error_reason import error_reason
+from ...security.files import error_reason
 from ...security.outputs import write_output
 from .command import STDOUT, print_json
 from .options import Json, output_option, value_option

@@ -17,9 +17,9 @@ DRIVER = "proc/driver/nvidia/gpus"
 UNKNOWN = -1  # index of a GPU whose card is not known
 
 
-def gpu_count(environment: Mapping[str, str] | None = None, root: Path = Path("/")) -> int:
-    """Return the number of GPUs of this host that are visible to a process."""
-    return len(visible_devices(os.environ if environment is None else environment, root))
+def gpu_count() -> int:
+    """Return the number of GPUs of this host that are visible to this process."""
+    return len(visible_devices(os.environ))
 
 
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[int]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...plurals import parse_ranges
-from ...security.error_reason import error_reason
-from ...security.files import InvalidFileError
+from ...security.files import InvalidFileError, error_reason
 from ...security.outputs import write_output
 from ..collectives import bus_factor
 from .dataclass_tree import UNLIMITED as UNLIMITED

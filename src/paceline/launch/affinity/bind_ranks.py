@@ -1,6 +1,6 @@
 """Placement of this host's ranks on cores, devices and network cards.
 
-The placement is planned by ``cluster.binding.binding_plan`` from the host's topology, the resources
+The placement is planned by ``cluster.binding_plan`` from the host's topology, the resources
 granted by the scheduler, the user's options, and environment variables that the user has set.
 """
 
@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ...cluster.binding.binding_plan import RankBinding, plan
+from ...cluster.binding_plan import RankBinding, plan
 from ...cluster.schedulers.env_numbers import THREAD_VARIABLES, openmp_threads
 from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.pci_devices import Card, pci_cards
 from ...cluster.topology.topology import Topology, topology
 from ...cluster.topology.visible_gpus import gpu_count, visible_devices
+from ...plurals import counted
 from ..job import Job
 from ..options import AUTO
 
@@ -22,7 +23,31 @@ from ..options import AUTO
 USER_BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
-def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
+def take_share(job: Job) -> None:
+    """Restrict this process, and all that it starts, to the job's share of this node.
+
+    Raises:
+        ValueError: This node has fewer cores or GPUs.
+    """
+    if job.share is None:
+        return
+    first_core, cores, first_gpu, gpus = job.share
+    host, allowed = topology(), allowed_threads()
+    own_cores = set(host.cores(allowed)[first_core : first_core + cores])
+    if len(own_cores) < cores:
+        raise ValueError(
+            f"this job was given the cores {first_core} to {first_core + cores - 1} of this node, "
+            f"and {counted(len(host.cores(allowed)), 'core')} may be used. HINT: fewer ranks or "
+            "cores for each job"
+        )
+    os.sched_setaffinity(0, {cpu.number for cpu in host.at(allowed) if cpu.core in own_cores})
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [*map(str, range(gpu_count()))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first_gpu : first_gpu + gpus])
+
+
+def plan_bindings(job: Job) -> list[RankBinding]:
     """Return the place of each of the job's ranks on this host. A place without cpus is not bound.
 
     With the default ``--bind auto``, ranks that can't be bound are left unbound, with a note.
@@ -30,12 +55,12 @@ def plan_bindings(job: Job, root: Path = Path("/")) -> list[RankBinding]:
     Raises:
         ValueError: The requested binding is not possible on this host.
     """
-    found, allowed = topology(root), set(allowed_threads())
+    found, allowed = topology(), set(allowed_threads())
     if job.bind != AUTO:
-        return _plan(job, job.bind, found, allowed, pci_cards(root))
+        return _plan(job, job.bind, found, allowed, pci_cards())
     reason = why_unbound(job, found, allowed, os.environ)
     if not reason:
-        cards_here = pci_cards(root)
+        cards_here = pci_cards()
         kinds = ["device"] * (0 < job.ranks <= gpu_count()) + ["core"]
         for kind in kinds:
             try:

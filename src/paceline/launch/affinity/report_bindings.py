@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...cluster.binding.binding_plan import RankBinding, binding_problems
+from ...cluster.binding_plan import GPU, RankBinding, threads_near_card, visible_gpus
 from ...cluster.topology.local_resources import allowed_threads
-from ...cluster.topology.pci_devices import pci_cards
-from ...cluster.topology.topology import topology
+from ...cluster.topology.pci_devices import Card, pci_cards
+from ...cluster.topology.topology import Topology, topology
 from ...cluster.topology.visible_gpus import visible_devices
-from ...plurals import parse_ranges
+from ...plurals import counted, format_ranges, named_ranks, parse_ranges
 from ..layout import Seat
 from ..linux_processes import child_pids
 from ..monitor.progress import ProgressReport
@@ -48,9 +48,9 @@ class Process:
     others: dict[str, int] = field(default_factory=dict)
 
 
-def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """Return the affinity of a process, or None if it has ended."""
-    folder = proc / str(pid)
+    folder = Path(f"/proc/{pid}")
     try:
         name = (folder / "comm").read_text().strip()
         masks = {int(task): _mask(folder / "task" / task) for task in os.listdir(folder / "task")}
@@ -61,10 +61,10 @@ def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
     return Process(pid, name, first, len(masks), _policy(folder), dict(others))
 
 
-def child_processes(pid: int, proc: Path = Path("/proc")) -> list[int]:
+def child_processes(pid: int) -> list[int]:
     """Return the pids of all descendants of a process."""
-    children = child_pids(pid, proc)
-    return sorted([*children, *(pid for child in children for pid in child_processes(child, proc))])
+    children = child_pids(pid)
+    return sorted([*children, *(pid for child in children for pid in child_processes(child))])
 
 
 def _mask(task: Path) -> str:
@@ -170,6 +170,95 @@ def _gpu(place: RankBinding, names: Sequence[str]) -> str:
         return ""
     number = which[place.device] if place.device < len(which) else -1
     return names[number] if 0 <= number < len(names) else ""
+
+
+# Likely mistakes of a plan, or of bindings that were read back from running ranks.
+
+
+def binding_problems(
+    places: Sequence[RankBinding],
+    topology: Topology,
+    cards: Sequence[Card] = (),
+    *,
+    allowed: set[int] | None = None,
+    visible: list[int] | None = None,
+    smt: bool | None = None,
+) -> list[str]:
+    """Return descriptions of likely binding mistakes, for the user.
+
+    Ranks of a host are numbered from 0. With ``smt=True``, one thread on every hardware thread is
+    not reported.
+    """
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        for problem in _problems_of_rank(place, topology, allowed, visible_gpus(cards, visible)):
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    found = [f"{named_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items()]
+    ranks_by_mask: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks_by_mask.setdefault(tuple(sorted(place.cpus)), []).append(rank)
+    for mask, ranks in ranks_by_mask.items():
+        cores = topology.cores(mask)
+        threads = sum(places[rank].threads for rank in ranks)
+        if threads > (len(topology.at(mask)) if smt else len(cores)):
+            cores_text = counted(len(cores), "core")
+            found.append(
+                f"{named_ranks(ranks)}: {counted(threads, 'thread')} on {cores_text} "
+                f"({format_ranges(list(mask))})"
+            )
+    return found + _overlaps(places, topology)
+
+
+def _problems_of_rank(
+    place: RankBinding, topology: Topology, allowed: set[int] | None, gpus: list[GPU]
+) -> list[str]:
+    found = []
+    known = {cpu.number for cpu in topology.cpus}
+    unknown = set(place.cpus) - known
+    if unknown:
+        found.append(
+            f"this node does not have the hardware threads {format_ranges(sorted(unknown))}"
+        )
+    if allowed is not None and set(place.cpus) & known - allowed:
+        outside = sorted(set(place.cpus) & known - allowed)
+        found.append(f"hardware threads {format_ranges(outside)} are not granted to this job")
+    packages = topology.packages(place.cpus)
+    if len(packages) > 1:
+        found.append(f"over sockets {format_ranges(list(packages))}")
+    card = None
+    if place.device is not None and place.device < len(gpus):
+        card = gpus[place.device].card
+    if card is not None:
+        near = topology.packages(threads_near_card(topology, card))
+        if near and packages and not set(near) & set(packages):
+            found.append(
+                f"on socket {format_ranges(list(packages))}, its GPU {card.name} on socket "
+                f"{format_ranges(list(near))}"
+            )
+    return found
+
+
+def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
+    """Describe ranks that share only some of their cores.
+
+    Ranks that share all their cores are not reported: this is intended.
+    """
+    ranks_by_core: dict[int, list[int]] = {}
+    for rank, place in enumerate(places):
+        for core in topology.cores(place.cpus):
+            ranks_by_core.setdefault(core, []).append(rank)
+    cores_by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for core, ranks in ranks_by_core.items():
+        if len({tuple(sorted(places[rank].cpus)) for rank in ranks}) > 1:
+            cores_by_ranks.setdefault(tuple(ranks), []).append(core)
+    found = []
+    for ranks_on, cores in cores_by_ranks.items():
+        cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
+        where = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
+        found.append(
+            f"{named_ranks(list(ranks_on))}: on {where} (hardware threads {format_ranges(cpus)})"
+        )
+    return found
 
 
 class BindingsReport:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from ...plurals import format_ranges
 from ...security.files import InvalidFileError
-from ...security.terminal import for_terminal
+from ...security.text import for_terminal
 from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of
 
 OUT, ERR, STATUS = 1, 2, 3

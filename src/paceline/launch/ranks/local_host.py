@@ -26,7 +26,7 @@ NO_PID = -1  # of a rank that could not be started
 SERVER_TIMEOUT_S = 1.0  # for the rank server to read its messages when many are waiting
 
 if TYPE_CHECKING:  # loaded by every command: keep imports few
-    from ...cluster.binding.binding_plan import RankBinding
+    from ...cluster.binding_plan import RankBinding
 
 
 class ForkedRankServer(BaseException):

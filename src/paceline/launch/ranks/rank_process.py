@@ -66,17 +66,18 @@ _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _CALL = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "riscv64": 237, "s390x": 270}
 
 
-def prefer(node: int) -> None:
+def prefer(node: int) -> bool:
     """Let this process and its future children allocate memory from NUMA node ``node`` first.
 
-    Nothing is done where that is not possible: a container may forbid it (see --report-bindings).
+    Return whether that is possible: a container may forbid it (see --report-bindings).
     """
     call = _CALL.get(platform.machine())
     if call is None:
-        return
+        return False
     mask = (ctypes.c_ulong * (_BITS // _WORD))()
     mask[node // _WORD] = 1 << (node % _WORD)
-    ctypes.CDLL(None).syscall(ctypes.c_long(call), _PREFERRED, mask, ctypes.c_ulong(_BITS))
+    arguments = ctypes.c_long(call), _PREFERRED, mask, ctypes.c_ulong(_BITS)
+    return bool(ctypes.CDLL(None).syscall(*arguments) == 0)
 
 
 def become(start: RankStart) -> None:

@@ -17,7 +17,7 @@ from ..monitor.failures import RankStatus
 from ..monitor.live_records import JobSnapshot
 from ..remote.remote_host import RemoteHost
 from ..remote.start_agents import name_hosts
-from .rejoin import LostHostWatcher
+from .rejoin import JoiningHosts
 
 END_GRACE_S = 2.0  # for processes on an excluded host
 
@@ -34,7 +34,7 @@ def check_min_hosts(min_hosts: int | None, hosts: int) -> None:
 class RemainingHosts:
     """The hosts that remain of a job, and how many ranks each has."""
 
-    lost_host_watcher: LostHostWatcher | None = None  # set by the launcher
+    joining_hosts: JoiningHosts | None = None  # set by the launcher
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class RemainingHosts:
         Args:
             can_leave: Whether all ranks can write a checkpoint and stop.
         """
-        if self.lost_host_watcher is None or not self._has_room:
+        if self.joining_hosts is None or not self._has_room:
             return []
-        ready = self.lost_host_watcher.ready()
+        ready = self.joining_hosts.ready()
         names, arrivals = [host.name for host in ready.values()], self._arrivals(ready)
         if names and can_leave:
             has_new = any(host_index not in self._all_hosts for host_index in ready)
@@ -151,9 +151,9 @@ class RemainingHosts:
 
     def readmit_returned(self) -> bool:
         """Add returned and new hosts to the remaining ones. Return whether there were any."""
-        if self.lost_host_watcher is None or not self._has_room:
+        if self.joining_hosts is None or not self._has_room:
             return False
-        returned = self.lost_host_watcher.take_ready()
+        returned = self.joining_hosts.take_ready()
         arrivals = self._arrivals(returned)
         for host_index, host in returned.items():
             self._all_hosts[host_index] = host
@@ -184,9 +184,9 @@ class RemainingHosts:
         if left < needed:
             raise ValueError(self._too_few(reason, left))
         self._exclude(lost, reason)
-        if self.lost_host_watcher is not None:
+        if self.joining_hosts is not None:
             for host_index in lost:
-                self.lost_host_watcher.wait_for(host_index)
+                self.joining_hosts.wait_for(host_index)
         return True
 
     def exclude_repeat_failure(self, cause: RankStatus | None) -> bool:

@@ -14,7 +14,6 @@ from ...cluster.topology.local_resources import numa_domain_count
 from ...cluster.topology.network_interfaces import network_links
 from ...cluster.topology.racks import rack_or_unknown
 from ...cluster.topology.visible_gpus import gpu_count
-from .. import job_folder
 from ..job import Job, variables
 from .remote_host import HEARTBEAT_INTERVAL_S, RemoteHost
 
@@ -129,9 +128,3 @@ def start_rank_servers(
             host.heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, max(0.5, job.hang_timeout / 4))
         if job.report_bindings:  # the report waits for the first step of the ranks
             host.heartbeat_interval_s = 0.25
-
-
-def label_record_folder(spec: LaunchSpec) -> None:
-    """Write into the record folder which run its records belong to."""
-    if spec.job.record is not None:
-        job_folder.write_label(spec.job.record, spec.job.words, spec.run_id, spec.job.env)

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from ...security.files import write_all
-from ...security.terminal import for_terminal
+from ...security.text import for_terminal
 
 _lock = threading.Lock()
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...security.error_reason import error_reason
+from ...security.files import error_reason
 from ...security.outputs import write_output
 from ...version import __version__
 from ..definitions import DEFINITIONS

@@ -9,7 +9,7 @@ from rich.text import Text
 from ...analyze.scaling.study_events import Progress, StudyListener
 from ...analyze.scaling.study_model import ScalingStudy, Setup, StudyRun
 from ...plurals import ordinal
-from ...security.terminal import for_terminal
+from ...security.text import for_terminal
 from ..console import LiveDisplay
 from ..numbers import amount, counted, duration, elapsed
 from ..scaling.findings import Findings

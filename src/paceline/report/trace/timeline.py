@@ -19,7 +19,7 @@ from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import Ints, Window
 from ...plurals import counted, named_ranks
 from ...record.ring.states import State
-from ...security.error_reason import error_reason
+from ...security.files import error_reason
 from ...security.outputs import open_output, output_target
 from ...version import __version__
 from .chrome_trace import MAX_LANES

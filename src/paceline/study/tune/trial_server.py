@@ -19,7 +19,7 @@ from ...security.folders import replace_file
 from ..script_runs.launcher_server import MODULES, LauncherServer, become_launcher, serve
 from .trial_folder import TrialFolder
 
-OF_TRIALS = ("paceline.tune", "paceline.launch.affinity.node_share", "encodings.idna")
+OF_TRIALS = ("paceline.tune", "paceline.launch.affinity.bind_ranks", "encodings.idna")
 
 
 # Huge pages for a process that forks often, on Linux 6.1 and newer.

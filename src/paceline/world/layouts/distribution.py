@@ -237,9 +237,7 @@ def resolve_automatic(
     message = ""
     predicted: int | None = None
     if layout is None:
-        problems = layout_problems(setup, check)
-        usable = [layout for layout in LAYOUTS if layout not in problems]
-        choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
+        choice = _choose_layout(options, setup, example_inputs, ranks, check, gather)
         layout = choice.predicted.layout
         recompute = recompute or layout.recompute
         message = f"layout='auto': {choice.reason}"
@@ -281,12 +279,11 @@ def layout_problems(setup: ModelSetup, check: Check) -> dict[Layout, str]:
 
 
 def _choose_layout(
+    options: MemoryOptions,
     setup: ModelSetup,
     example_inputs: Any,
-    recompute: str | None,
-    memory_budget: float | None,
-    usable: Sequence[Layout],
     ranks: int,
+    check: Check,
     gather: Gather,
 ) -> LayoutChoice:
     """Return the fastest layout that fits, the same on all ranks. Collective.
@@ -296,12 +293,14 @@ def _choose_layout(
     """
     from ...parallel.memory.choose import choose_for_all_ranks, predict_setup
 
-    limit = budget_bytes(memory_budget, setup.device)
+    problems = layout_problems(setup, check)
+    usable = [layout for layout in LAYOUTS if layout not in problems]
+    limit = budget_bytes(options.memory_budget, setup.device)
     inputs = ForwardInputs.parse(example_inputs)
-    traced_recompute = recompute if recompute in ("blocks", "selective") else None
+    recompute = options.recompute if options.recompute in ("blocks", "selective") else None
     try:
         return choose_for_all_ranks(
-            lambda: predict_setup(setup, inputs, ranks, traced_recompute, usable), limit, gather
+            lambda: predict_setup(setup, inputs, ranks, recompute, usable), limit, gather
         )
     except ValueError as error:
         raise ValueError(f"world.distribute: layout='auto': {error}") from None
@@ -314,15 +313,6 @@ def _named() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"world.distribute: {error}") from None
-
-
-def check_norm(layout: Layout, norm: str) -> None:
-    """Raise ValueError for a batch normalization that a layout does not support."""
-    if norm == "sync" and layout.divided_axes:
-        raise ValueError(
-            f"world.distribute: norm='sync' is not implemented together with "
-            f"{layout.divided_axes[0]} yet. HINT: norm='local'"
-        )
 
 
 class ModelDistribution(SampleParts):
@@ -445,7 +435,11 @@ class ModelDistribution(SampleParts):
         if known is not None:
             with _named():
                 known.over(self.mesh.size if self._survey is None else self._survey.ranks)
-            check_norm(known, norm)
+            if norm == "sync" and known.divided_axes:
+                raise ValueError(
+                    f"world.distribute: norm='sync' is not implemented together with "
+                    f"{known.divided_axes[0]} yet. HINT: norm='local'"
+                )
             strategies_for(arguments.request(known))  # raises before anything is changed
         check_offload(known.offload if known is not None else offload, optimizer)
         self._convert_norms(model, norm)

@@ -35,9 +35,11 @@ _PASSES = {  # by kind of a pass: the effect of one on some ranks only, and the 
 
 
 class LoopLog:
-    """The loops of one rank, published in ``store`` (None: nothing is published).
+    """The loops of one rank.
 
-    compares: whether ranks compare at an epoch's end.
+    Args:
+        store: Store in which they are published; None: nothing is published.
+        compares: Whether ranks compare their passes at the end of an epoch.
 
     Attributes:
         left: The last loop that this rank left before its end, and the script's line; "" if none.

@@ -18,7 +18,7 @@ from typing import Any
 
 from .....plurals import counted
 from .....record.ring.launcher_messages import notify
-from .....security.error_reason import error_reason
+from .....security.files import error_reason
 from .....security.folders import Folder
 from ..functions import allgather_object, broadcast_tree
 from ..mpi_ops import rank

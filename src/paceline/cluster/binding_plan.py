@@ -1,28 +1,153 @@
-"""Plan of the cores, GPU, network cards and memory of each rank of a host, and its problems.
+"""Plan of the cores, GPU, network cards and memory of each rank of a host.
 
-This module only plans and binds nothing. ``binding_problems`` checks a plan, and the bindings that
-were read back from running ranks, by the same rules.
+This module only plans and binds nothing.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...plurals import counted, format_ranges, named_ranks
-from ..topology.pci_devices import Card, nearest_cards
-from ..topology.topology import Topology
-from ..topology.visible_gpus import UNKNOWN
-from .divide_cores import (
-    Core,
-    Group,
-    allowed_cores,
-    assign_cores,
-    assign_groups,
-    cores_per_rank,
-    group_by_socket,
-)
+from ..plurals import counted, format_ranges
+from .topology.pci_devices import Card, nearest_cards
+from .topology.topology import Cpu, Topology
+from .topology.visible_gpus import UNKNOWN
 
 KINDS = ("none", "core", "numa", "socket", "device")
+
+
+# Division of a host's cores among its ranks.
+#
+# It is even over sockets and NUMA nodes, and gives adjacent cores to the same rank. No rank gets
+# cores of two sockets or NUMA nodes, unless there are too few ranks or the nodes are too small.
+
+# If there are fewer ranks than NUMA nodes (sockets), a rank gets several of them only if this
+# gives it more cores by at least this factor. With two ranks and three nodes, one node per rank
+# is better than two ranks that share a node.
+MIN_GAIN = 1.5
+
+Core = tuple[Cpu, ...]  # its hardware threads, as far as they may be used
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cores of a host, a socket or a NUMA node, with the smaller groups that it consists of."""
+
+    cores: tuple[Core, ...]
+    parts: tuple["Group", ...] = ()
+
+    def fits(self, each: int) -> int:
+        """Return how many ranks of ``each`` cores fit if none spans two of the smallest groups."""
+        if not self.parts:
+            return len(self.cores) // each
+        return sum(part.fits(each) for part in self.parts)
+
+
+def allowed_cores(topology: Topology, allowed: Iterable[int], smt: bool | None) -> list[Core]:
+    """Return the cores that have an allowed hardware thread.
+
+    Each core lists its allowed hardware threads; with ``smt=False`` only the first one.
+    """
+    found: dict[int, list[Cpu]] = {}
+    for cpu in topology.at(allowed):
+        found.setdefault(cpu.core, []).append(cpu)
+    return [tuple(cpus[:1] if smt is False else cpus) for cpus in found.values()]
+
+
+def group_by_socket(cores: Iterable[Core]) -> Group:
+    """Return the cores grouped by socket and NUMA node, sorted, with efficiency cores last."""
+    packages: dict[int, dict[int, list[Core]]] = {}
+    for core in cores:
+        first = core[0]
+        node = -1 if first.node is None else first.node
+        packages.setdefault(first.package, {}).setdefault(node, []).append(core)
+    sockets = []
+    for _, package in sorted(packages.items(), key=lambda entry: (min(entry[1]), entry[0])):
+        nodes = [
+            Group(tuple(sorted(package[node], key=lambda core: (core[0].efficient, core[0].core))))
+            for node in sorted(package)
+        ]
+        sockets.append(_join_groups(nodes))
+    return _join_groups(sockets)
+
+
+def _join_groups(parts: Sequence[Group]) -> Group:
+    return Group(tuple(core for part in parts for core in part.cores), tuple(parts))
+
+
+def cores_per_rank(host: Group, ranks: int) -> int:
+    """Return how many cores each rank gets; 0 if there are fewer cores than ranks."""
+    nodes = [node for socket in host.parts for node in socket.parts]
+    each = _max_cores_per_rank(nodes, ranks)
+    for smaller, larger in ((nodes, host.parts), (host.parts, (host,))):
+        spread = _max_cores_per_rank(larger, ranks)
+        if ranks < len(smaller) and spread > MIN_GAIN * each:
+            each = spread
+    return each
+
+
+def _max_cores_per_rank(groups: Sequence[Group], ranks: int) -> int:
+    """Return the largest number of cores of a single group that every rank can have exclusively."""
+    sizes = [len(group.cores) for group in groups]
+    for each in range(max(sizes, default=0), 0, -1):
+        if sum(size // each for size in sizes) >= ranks:
+            return each
+    return 0
+
+
+def ranks_per_part(group: Group, ranks: int, each: int) -> list[int] | None:
+    """Return how many ranks each part gets, in proportion to its cores.
+
+    ``each``: cores per rank. None if a rank would have to span two parts.
+    """
+    rooms = [part.fits(each) for part in group.parts]
+    if sum(rooms) < ranks:
+        return None
+    return _distribute(group, rooms, ranks)
+
+
+def _distribute(group: Group, rooms: list[int], ranks: int) -> list[int]:
+    sizes = [len(part.cores) for part in group.parts]
+    counts = [0] * len(rooms)
+    for _ in range(ranks):
+        free = [i for i, room in enumerate(rooms) if counts[i] < room]
+        counts[max(free, key=lambda i: (sizes[i] / (counts[i] + 1), -counts[i], -i))] += 1
+    return counts
+
+
+def assign_cores(group: Group, ranks: int, each: int) -> list[tuple[Core, ...]]:
+    """Return ``each`` cores for every rank: of one NUMA node if possible, else of one socket.
+
+    The group must have enough cores. The result is in the order of the group's cores.
+    """
+    if not group.parts:
+        return [group.cores[i * each : (i + 1) * each] for i in range(ranks)]
+    counts = ranks_per_part(group, ranks, each)
+    if counts is None:
+        rooms = [len(part.cores) // each for part in group.parts]
+        counts = _distribute(group, rooms, min(ranks, sum(rooms)))
+    found = [
+        block
+        for part, count in zip(group.parts, counts, strict=True)
+        for block in assign_cores(part, count, each)
+    ]
+    taken = {core for block in found for core in block}
+    rest = tuple(core for core in group.cores if core not in taken)
+    found += assign_cores(Group(rest), ranks - len(found), each)
+    order = {core: i for i, core in enumerate(group.cores)}
+    return sorted(found, key=lambda block: order[block[0]])
+
+
+def assign_groups(group: Group, ranks: int, each: int) -> list[Group] | None:
+    """Return one of the smallest groups for every rank, or None if they have too few cores."""
+    if not group.parts:
+        return [group] * ranks
+    counts = ranks_per_part(group, ranks, each)
+    if counts is None:
+        return None
+    found: list[Group] = []
+    for part, count in zip(group.parts, counts, strict=True):
+        found += assign_groups(part, count, each) or []
+    return found
 
 
 # Choice of cores near each rank's GPU: of the GPU's NUMA node, else of its socket.
@@ -257,7 +382,7 @@ def plan(
             "node where the ranks run; a container may hide hardware threads"
         )
     _check_cores(bind, ranks, cpus_per_rank, len(cores))
-    devices = _visible(cards, visible)
+    devices = visible_gpus(cards, visible)
     shares: Sequence[Sequence[Core]]
     if bind in ("core", "device"):
         cores, note = _performance_cores(cores, ranks * (cpus_per_rank or 1))
@@ -400,7 +525,8 @@ def _check_cores(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -
         )
 
 
-def _visible(cards: Sequence[Card], visible: list[int] | None) -> list[GPU]:
+def visible_gpus(cards: Sequence[Card], visible: list[int] | None) -> list[GPU]:
+    """Return the GPUs that are devices 0, 1, ...; ``visible``: see ``plan``."""
     gpus = [card for card in cards if card.kind == "gpu"]
     if visible is None:
         return [GPU(i, card) for i, card in enumerate(gpus)]
@@ -458,89 +584,3 @@ def _free_cores_note(cores: list[Core], shares: Sequence[Sequence[Core]], even: 
     return [
         f"{unused} of {counted(len(cores), 'core')} {'are' if unused > 1 else 'is'} not used{hint}"
     ]
-
-
-def binding_problems(
-    places: Sequence[RankBinding],
-    topology: Topology,
-    cards: Sequence[Card] = (),
-    *,
-    allowed: set[int] | None = None,
-    visible: list[int] | None = None,
-    smt: bool | None = None,
-) -> list[str]:
-    """Return descriptions of likely binding mistakes, for the user.
-
-    Ranks of a host are numbered from 0. With ``smt=True``, one thread on every hardware thread is
-    not reported.
-    """
-    ranks_by_problem: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        for problem in _problems_of_rank(place, topology, allowed, _visible(cards, visible)):
-            ranks_by_problem.setdefault(problem, []).append(rank)
-    found = [f"{named_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items()]
-    ranks_by_mask: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks_by_mask.setdefault(tuple(sorted(place.cpus)), []).append(rank)
-    for mask, ranks in ranks_by_mask.items():
-        cores = topology.cores(mask)
-        threads = sum(places[rank].threads for rank in ranks)
-        if threads > (len(topology.at(mask)) if smt else len(cores)):
-            cores_text = counted(len(cores), "core")
-            found.append(
-                f"{named_ranks(ranks)}: {counted(threads, 'thread')} on {cores_text} "
-                f"({format_ranges(list(mask))})"
-            )
-    return found + _overlaps(places, topology)
-
-
-def _problems_of_rank(
-    place: RankBinding, topology: Topology, allowed: set[int] | None, gpus: list[GPU]
-) -> list[str]:
-    found = []
-    known = {cpu.number for cpu in topology.cpus}
-    unknown = set(place.cpus) - known
-    if unknown:
-        found.append(
-            f"this node does not have the hardware threads {format_ranges(sorted(unknown))}"
-        )
-    if allowed is not None and set(place.cpus) & known - allowed:
-        outside = sorted(set(place.cpus) & known - allowed)
-        found.append(f"hardware threads {format_ranges(outside)} are not granted to this job")
-    packages = topology.packages(place.cpus)
-    if len(packages) > 1:
-        found.append(f"over sockets {format_ranges(list(packages))}")
-    card = None
-    if place.device is not None and place.device < len(gpus):
-        card = gpus[place.device].card
-    if card is not None:
-        near = topology.packages(threads_near_card(topology, card))
-        if near and packages and not set(near) & set(packages):
-            found.append(
-                f"on socket {format_ranges(list(packages))}, its GPU {card.name} on socket "
-                f"{format_ranges(list(near))}"
-            )
-    return found
-
-
-def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
-    """Describe ranks that share only some of their cores.
-
-    Ranks that share all their cores are not reported: this is intended.
-    """
-    ranks_by_core: dict[int, list[int]] = {}
-    for rank, place in enumerate(places):
-        for core in topology.cores(place.cpus):
-            ranks_by_core.setdefault(core, []).append(rank)
-    cores_by_ranks: dict[tuple[int, ...], list[int]] = {}
-    for core, ranks in ranks_by_core.items():
-        if len({tuple(sorted(places[rank].cpus)) for rank in ranks}) > 1:
-            cores_by_ranks.setdefault(tuple(ranks), []).append(core)
-    found = []
-    for ranks_on, cores in cores_by_ranks.items():
-        cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
-        where = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
-        found.append(
-            f"{named_ranks(list(ranks_on))}: on {where} (hardware threads {format_ranges(cpus)})"
-        )
-    return found

@@ -1,1 +1,0 @@
-"""Plan which cores, devices and memory each rank of a host gets."""
