@@ -84,48 +84,28 @@ def match_collectives(records: list[Record]) -> MatchedCommunication:
     group_index = {name: i for i, name in enumerate(names)}
     launches, keys, group_facts = _collect_rows(records, launch_states, _LAUNCH_FIELDS, group_index)
     if not (known_collective := keys[:, 1] > 0).all():  # a kernel whose collective is not known
-        launches, keys, group_facts = (
-            launches[known_collective],
-            keys[known_collective],
-            group_facts[known_collective],
-        )
+        known = (rows[known_collective] for rows in (launches, keys, group_facts))
+        launches, keys, group_facts = known
     waits, wait_keys, wait_group_facts = _collect_rows(
         records, blocking_states, _WAIT_FIELDS, group_index
     )
     if any((rows["group"] == len(group_index)).any() for rows in (launches, waits)):
         names.append(UNKNOWN_GROUP)
-    unique_pairs, pair = np.unique(keys[:, 0], return_inverse=True)
-    unique, collective_of_launch = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
-    # A BLOCKED event belongs to a COLLECTIVE event of the same rank, unless the ring overwrote it.
-    wait_pair = np.minimum(
-        np.searchsorted(unique_pairs, wait_keys[:, 0]), max(len(unique_pairs) - 1, 0)
-    )
-    has_known_pair = (
-        unique_pairs[wait_pair] == wait_keys[:, 0]
-        if len(unique_pairs)
-        else np.zeros(len(waits), bool)
-    )
-    has_known_pair &= wait_keys[:, 1] > 0
-    wait_key = np.where(has_known_pair, wait_pair << 32 | wait_keys[:, 1], NO_INDEX)
-    del keys, pair, wait_keys, wait_pair, has_known_pair
+    collective_of_launch, collective_of_wait, has_launch = _number_collectives(keys, wait_keys)
+    del keys, wait_keys
     launches["node"] = collective_of_launch
-    present_members = np.bincount(collective_of_launch, minlength=len(unique))
-    expected_members = np.zeros(len(unique), np.int64)
+    present_members = np.bincount(collective_of_launch)
+    count = len(present_members)
+    expected_members = np.zeros(count, np.int64)
     np.maximum.at(expected_members, collective_of_launch, group_facts["size"])
     # By collective, then by start: the last row of a collective is its latest launch.
     order = np.lexsort((launches["start"], collective_of_launch))
     rows = np.concatenate(([0], np.cumsum(present_members)))
-    last = order[rows[1:] - 1] if len(unique) else np.empty(0, np.int64)
-
-    if not len(unique):
+    if not count:
         waits["latest"], waits["culprit"], waits["node"] = waits["start"], NO_INDEX, NO_INDEX
         return MatchedCommunication(launches, waits, rows, order, names)
-    collective_of_wait = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
-    late_record, late_start = (
-        launches["record"][last][collective_of_wait],
-        launches["start"][last][collective_of_wait],
-    )
-    has_launch = unique[collective_of_wait] == wait_key
+    last = order[rows[1:] - 1][collective_of_wait]
+    late_record, late_start = launches["record"][last], launches["start"][last]
     waits["whole"] = (present_members >= expected_members)[collective_of_wait] & has_launch
     launches["whole"] = (present_members >= expected_members)[collective_of_launch]
     node_of_wait = collective_of_wait.copy()
@@ -148,12 +128,35 @@ def match_collectives(records: list[Record]) -> MatchedCommunication:
     deciding_launches, deciding_index = np.unique(
         deciding_launch[has_deciding_launch], return_inverse=True
     )
-    node_of_wait[has_deciding_launch] = len(unique) + deciding_index
+    node_of_wait[has_deciding_launch] = count + deciding_index
     node_of_wait[waits_for_no_rank] = NO_INDEX
     waits["node"] = node_of_wait
     rows = np.concatenate((rows, rows[-1] + 1 + np.arange(len(deciding_launches))))
     order = np.concatenate((order, deciding_launches))
     return MatchedCommunication(launches, waits, rows, order, names)
+
+
+def _number_collectives(keys: Ints, wait_keys: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    """Number the collectives that were launched, from 0.
+
+    Args:
+        keys, wait_keys: Keys of the launches and of the waits, of shape (rows, 2).
+
+    Returns:
+        The number of each launch's collective, that of each wait's, and whether a launch of the
+        latter is known: else its number is that of another one.
+    """
+    unique_pairs, pair = np.unique(keys[:, 0], return_inverse=True)
+    unique, collective_of_launch = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
+    if not len(unique):
+        none = np.zeros(len(wait_keys), np.int64)
+        return collective_of_launch, none, none > 0
+    # A BLOCKED event belongs to a COLLECTIVE event of the same rank, unless the ring overwrote it.
+    wait_pair = np.minimum(np.searchsorted(unique_pairs, wait_keys[:, 0]), len(unique_pairs) - 1)
+    is_known = (unique_pairs[wait_pair] == wait_keys[:, 0]) & (wait_keys[:, 1] > 0)
+    wait_key = np.where(is_known, wait_pair << 32 | wait_keys[:, 1], NO_INDEX)
+    collective_of_wait = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
+    return collective_of_launch, collective_of_wait, unique[collective_of_wait] == wait_key
 
 
 def sends_only(waits: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
