@@ -156,8 +156,8 @@ class Stream:
         """Whether all ranks read the same batches, and each trains another part of them."""
         parts: dict[tuple[int, int], list[set[int]]] = {}
         for one in self.passes:
-            for made in one.ranks.values():
-                for batch in made.batches:
+            for of_rank in one.ranks.values():
+                for batch in of_rank.batches:
                     parts.setdefault((one.number, batch.number), []).append(set(batch.rows))
         return all(
             len(rows) == self.size > 1
@@ -191,15 +191,15 @@ class Stream:
         """Return rank and contents of each time that a position of the dataset was read."""
         seen: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         for one in self.passes:
-            for rank, made in one.ranks.items():
-                for batch in made.batches:
+            for rank, of_rank in one.ranks.items():
+                for batch in of_rank.batches:
                     for at, content in zip(batch.indices or [], batch.by_sample, strict=False):
                         seen.setdefault(at, []).append((rank, content))
         return seen
 
     def is_split_by_sampler(self) -> bool:
         """Return whether no position occurs on two ranks: then all index one dataset."""
-        plans = [made.planned for made in self.passes[0].ranks.values()]
+        plans = [of_rank.planned for of_rank in self.passes[0].ranks.values()]
         positions = [set(plan) for plan in plans if plan is not None]
         is_known = len(positions) == len(plans) > 1
         return is_known and len(set().union(*positions)) == sum(map(len, positions))

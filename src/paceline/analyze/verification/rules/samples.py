@@ -166,10 +166,10 @@ def _same_batches(stream: Stream, joined: JoinedRuns) -> Finding | None:
 
 def _share_of_equal_batches(stream: Stream, one: int, two: int) -> float:
     equal = compared = seen = 0
-    for made in stream.passes:
-        if one not in made.ranks or two not in made.ranks:
+    for joint in stream.passes:
+        if one not in joint.ranks or two not in joint.ranks:
             continue
-        a, b = made.ranks[one], made.ranks[two]
+        a, b = joint.ranks[one], joint.ranks[two]
         for first, second in zip(a.batches, b.batches, strict=False):
             left = stream.samples(first, a.loader)
             right = stream.samples(second, b.loader)
@@ -333,26 +333,26 @@ def kept_batches(joined: JoinedRuns) -> Iterator[Finding]:
     loaders = [one for one in joined.training if one.first.loader.dataset]
     again = [one for one in joined.training if not one.first.loader.dataset]
     for stream in loaders:
-        made = stream.first
-        if len(stream.passes) > 1 or not again or is_regular(made.planned or []):
+        first = stream.first
+        if len(stream.passes) > 1 or not again or is_regular(first.planned or []):
             continue
         rank = min(stream.passes[0].ranks)
-        kept = {tuple(column) for batch in made.batches for column in batch.contents}
+        kept = {tuple(column) for batch in first.batches for column in batch.contents}
         later = again[0].passes[0].ranks.get(rank)
         trained = later.batches if later is not None else []
         equal = [one for one in trained if kept & {tuple(column) for column in one.contents}]
         if len(equal) < max(
-            LEAST_KEPT, MIN_REPEATED_SHARE * len(made.batches), NEARLY_ALL * len(trained)
+            LEAST_KEPT, MIN_REPEATED_SHARE * len(first.batches), NEARLY_ALL * len(trained)
         ):
             continue
         yield Finding(
             MISTAKES["epoch-not-set"],
-            [made.facts.line, *again[0].lines, made.loader.line],
-            f"Rank {rank} reads one pass of {len(made.batches)} batches, and then trains the same "
+            [first.facts.line, *again[0].lines, first.loader.line],
+            f"Rank {rank} reads one pass of {len(first.batches)} batches, and then trains the same "
             f"batches again, {len(equal)} in the steps that were observed: later epochs have the "
             "order and the augmentation of the first one. itertools.cycle and a list of a loader's "
             "batches do so.",
-            values={"batches": len(made.batches), "again": len(equal)},
+            values={"batches": len(first.batches), "again": len(equal)},
             remedy="iterate over the loader in each epoch, after set_epoch of its sampler",
         )
 
@@ -360,8 +360,8 @@ def kept_batches(joined: JoinedRuns) -> Iterator[Finding]:
 def without_loader(joined: JoinedRuns) -> Iterator[Finding]:
     """Find samples that all ranks train, or none does, where a script has no loader."""
     for stream in joined.training:
-        made, line = stream.passes[0].ranks, stream.first.loader.sampler_seed_line
-        epochs = [until_again(stream, rank, one.batches) for rank, one in made.items()]
+        by_rank, line = stream.passes[0].ranks, stream.first.loader.sampler_seed_line
+        epochs = [until_again(stream, rank, one.batches) for rank, one in by_rank.items()]
         if stream.first.loader.dataset or len(stream.loaders) < joined.size or not all(epochs):
             continue
         common = set.intersection(*map(set, epochs))
@@ -377,9 +377,9 @@ def without_loader(joined: JoinedRuns) -> Iterator[Finding]:
             )
         of_one = stream_of_one(joined, stream)
         whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
-        ever = {one for each in made.values() for one in stream.read(each)}
+        ever = {one for each in by_rank.values() for one in stream.read(each)}
         missing = len(whole - ever) * (len(ever & whole) >= MIN_UNIQUE_SHARE * len(ever))
-        largest = max(batch.samples for one in made.values() for batch in one.batches)
+        largest = max(batch.samples for one in by_rank.values() for batch in one.batches)
         if missing > joined.size * largest:  # else a remainder
             yield Finding(
                 MISTAKES["samples-never-trained"],
