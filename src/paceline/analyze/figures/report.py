@@ -13,7 +13,6 @@ from ...cost.machine.machine_file import Machine
 from ...plurals import counted, format_ranges, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ...significance import is_slowest
-from ..records.child_processes import untracked_training
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.core_waits import OtherThreads, other_threads
 from ..records.data_axis import DataAxis, find_data_axis
@@ -517,6 +516,21 @@ def _doubts(
             f"{100 * unsure:.0f} % of the blocked time is in waits too short to attribute to a rank"
         )
     return doubts, confidence
+
+
+def untracked_training(records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each rank whose child processes trained without a process group."""
+    found = []
+    for record in records:
+        if children := record.meta.get("children"):
+            number = counted(children["count"], "child process", "child processes")
+            found.append(
+                f"training went on in {number} of rank {record.rank} that are not ranks: their "
+                f"{counted(children['steps'], 'optimizer step')} are not recorded. HINT: start the "
+                f"script with paceline run -n {children['count']}, or call "
+                "torch.distributed.init_process_group in each of them"
+            )
+    return found
 
 
 def _failures(records: list[Record]) -> list[str]:
