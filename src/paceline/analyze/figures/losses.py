@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.states import Op, State
-from ..records.blocked_time import BlockedTime
-from ..records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
+from ..records.match_collectives import NO_INDEX, BlockedTime, MatchedCommunication, split_by_record
 from ..records.read_record import Record
 from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, mostly_starved_in, total
 from .pop import LOSSES, Efficiencies

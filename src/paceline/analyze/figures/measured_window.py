@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..records.blocked_time import assign_blocked_time
 from ..records.clock_alignment import Clocks
-from ..records.match_collectives import NO_INDEX, MatchedCommunication
+from ..records.match_collectives import NO_INDEX, MatchedCommunication, assign_blocked_time
 from ..records.read_record import Record
 from ..records.state_timeline import Ints, Timeline, Window, build_timeline
 from . import losses as lost

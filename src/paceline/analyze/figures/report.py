@@ -18,8 +18,7 @@ from ..records.core_waits import OtherThreads, other_threads
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
-from ..records.mesh_places import mesh_places
-from ..records.read_record import Record
+from ..records.read_record import Record, mesh_places
 from ..records.state_timeline import (
     BUBBLE,
     STATES,

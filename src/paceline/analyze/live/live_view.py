@@ -17,10 +17,8 @@ from ...record.ring.tail import Tail
 from ..figures.losses import collective_name
 from ..figures.report import TABLES_DIFFER, analyse_with_window
 from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
-from ..records.load_run import Run
-from ..records.mesh_places import mesh_places
-from ..records.read_record import Record, parse_record
-from ..records.script_lines import command_words
+from ..records.load_run import Run, command_words
+from ..records.read_record import Record, mesh_places, parse_record
 from .current_states import (
     BlockedCollective,
     RankState,

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.states import FIRST_BLOCK_PEER, LAUNCH_STATES, Op, State
-from ..records.blocked_time import BlockedTime
-from ..records.match_collectives import MatchedCommunication, launch_states, split_by_record
-from ..records.mesh_places import axes_of_groups
-from ..records.read_record import Record
+from ..records.match_collectives import (
+    BlockedTime,
+    MatchedCommunication,
+    launch_states,
+)
+from ..records.read_record import Record, axes_of_groups
 from ..records.state_timeline import Ints, Window, blocking_states, count_steps
 
 ROOT = "(root)"  # parameters of a model outside of its blocks
@@ -141,9 +143,8 @@ def _measure(
     records, steps = sums.records, 0
     if not sums.names:
         return []
-    ends = np.cumsum([len(rows) for rows in split_by_record(matched.waits, len(records))])
-    exposed = (np.split(times, ends[:-1]) for times in (blocked.wait, blocked.transfer))
-    for record, wait, transfer in zip(records, *exposed, strict=True):
+    exposed = blocked.by_record(matched.waits, len(records))
+    for record, (wait, transfer) in zip(records, exposed, strict=True):
         steps += count_steps(record, within)
         _add_launches(sums, record, within)
         _add_waits(sums, record, wait, transfer)
