@@ -410,7 +410,7 @@ def _note_gradients(
         is_flat = op == Op.REDUCE_SCATTER and len(args) > 1 and isinstance(args[1], torch.Tensor)
         scattered = [args[1]] if is_flat else []
         recorder.on_backward_reduce(group, args[0] if by_engine and not scattered else scattered)
-    noise = recorder.gradient_noise
+    noise: GradientNoise = recorder.gradient_noise
     if not noise.is_sampling or is_capturing():
         return None
     try:
