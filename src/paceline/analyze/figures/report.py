@@ -19,14 +19,7 @@ from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record, mesh_places
-from ..records.state_timeline import (
-    BUBBLE,
-    STATES,
-    Ints,
-    background_ns,
-    find_window,
-    total,
-)
+from ..records.state_timeline import BUBBLE, STATES, Ints, background_ns, find_window, total
 from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_layers
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow

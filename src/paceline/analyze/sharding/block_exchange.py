@@ -12,11 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.states import FIRST_BLOCK_PEER, LAUNCH_STATES, Op, State
-from ..records.match_collectives import (
-    BlockedTime,
-    MatchedCommunication,
-    launch_states,
-)
+from ..records.match_collectives import BlockedTime, MatchedCommunication, launch_states
 from ..records.read_record import Record, axes_of_groups
 from ..records.state_timeline import Ints, Window, blocking_states, count_steps
 

@@ -23,11 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    HashStore,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import HashStore, _register_process_group, _unregister_process_group
 from torch.autograd import Variable
 
 from ..pending_value import is_capturing
