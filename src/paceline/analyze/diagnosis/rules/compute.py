@@ -14,14 +14,13 @@ from ..descriptions import (
     COMPUTING,
     CauseKind,
     Experiment,
-    Facts,
     FirstRun,
     Indicator,
     largest_share,
     saved,
 )
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
-from ..rungs import Interval, reference_name
+from ..rungs import Facts, Interval, reference_name
 
 MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes
 

@@ -14,10 +14,10 @@ from ....record.experiments.lines.sidecar import CollectiveKind
 from ....record.experiments.rung import NO_BROADCASTS
 from ....record.ring.states import Op
 from ...figures.process_groups import Collective, Group
-from ..descriptions import COMMUNICATION, CauseKind, Experiment, Facts, Indicator, Rule, saved
+from ..descriptions import COMMUNICATION, CauseKind, Experiment, Indicator, Rule, saved
 from ..evidence import LATENCY_BOUND_BYTES, MIN_SHARE, Evidence, NamedCause
 from ..exchanged_calls import ExchangedCalls, GradientSync
-from ..rungs import Interval, reference_name
+from ..rungs import Facts, Interval, reference_name
 from .layouts import sharded_exchange, tensor_exchange
 from .lines import at_line
 from .ranks import alternating, late_without_cores, noisy
