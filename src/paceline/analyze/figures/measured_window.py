@@ -153,9 +153,10 @@ class MeasuredWindow:
         timelines: In the order of ``records``, whose times are on one clock.
         steps: The steps that all ranks completed; None where they have none in common.
         blocked: Exposed time of each row of ``matched.waits``.
-        apart: Whether some hosts' clocks could not be aligned; then the last arrival is unknown.
-        contradicts: Whether the replay on an ideal network takes longer than the clocks allow.
-        residual: Error of the aligned clocks (ns).
+        clocks_unaligned: Whether some clocks could not be aligned: the last arrival is not known.
+        replay_contradicts: Whether the replay on an ideal network takes longer than the clocks
+            allow.
+        residual_ns: Error of the aligned clocks (ns).
     """
 
     def __init__(

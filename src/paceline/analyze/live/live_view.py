@@ -31,8 +31,8 @@ from .current_states import (
 MAX_WAIT_PAIRS = 3
 RECENT_S = 10.0  # seconds that a view covers, or MIN_STEPS steps if these take longer
 MIN_STEPS = 5
-MIN_BLOCKED_S = 1.0  # a rank is blocked after this time in one state, and _LONG_STEPS typical steps
-_MIN_BLOCKED_STEPS = 3.0
+# A rank is blocked after this time in one state, and this number of typical steps.
+MIN_BLOCKED_S, _MIN_BLOCKED_STEPS = 1.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Clocks:
 
     Attributes:
         clocks: The first is the reference.
-        apart: Names of the clocks that no communication ties to the reference: not aligned.
+        unaligned: Names of the clocks that no communication ties to the reference: not aligned.
     """
 
     clocks: tuple[Clock, ...]

@@ -31,9 +31,8 @@ class MatchedCommunication:
             (start of the launch that it waits for), culprit (the record of that launch, or
             NO_INDEX), whole, root, call (the launching call itself, which waits for no other rank).
         node_rows: ``node_launches[node_rows[n]:node_rows[n + 1]]`` are the launches of node n. A
-            node
-            is what one wait depends on: all launches of one collective, the root's launch alone, or
-            the other side of a message.
+            node is what one wait depends on: all launches of one collective, the root's launch
+            alone, or the other side of a message.
         node_launches: Rows of ``launches``, ordered by node.
         groups: Names of the process groups; the ``group`` of a row is an index into them.
     """

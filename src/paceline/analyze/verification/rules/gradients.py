@@ -198,7 +198,7 @@ def accumulation(joined: JoinedRuns) -> Iterator[Finding]:
 
 def rate_ratio(joined: JoinedRuns) -> float:
     """Return the first learning rate on N ranks, relative to that on one; 1 if unknown."""
-    single = joined.single
+    single = joined.runs.single
     if single is None or not single.optimizers or not joined.ranks[0].optimizers:
         return 1.0
     of_ranks, alone = joined.ranks[0].optimizers[0], single.optimizers[0]

@@ -95,7 +95,7 @@ def _lines(joined: JoinedRuns, step: JointStep) -> list[str]:
 
 def scaling(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about a learning rate that grows otherwise than the global batch."""
-    single, n = joined.single, joined.size
+    single, n = joined.runs.single, joined.size
     growth = _growth(joined, single) if single is not None and n > 1 else None
     if single is None or growth is None:
         return
@@ -158,7 +158,7 @@ def _rates(of_ranks: RankFacts, alone: RankFacts, key: int) -> Iterator[tuple[fl
 
 def schedule_length(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about schedules that have another length in epochs on N ranks than on one."""
-    single = joined.single
+    single = joined.runs.single
     if single is None or joined.size < 2:
         return
     of_ranks, alone = epoch_steps(joined.ranks[0]), epoch_steps(single)
