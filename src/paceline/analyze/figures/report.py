@@ -20,7 +20,6 @@ from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record, mesh_places
 from ..records.state_timeline import BUBBLE, STATES, Ints, background_ns, find_window, total
-from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_layers
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .memory import MemoryGrowth, MemoryPeak, find_growth, find_peaks
@@ -36,6 +35,7 @@ from .process_groups import (
     groups_add_up,
     overlapped_ns,
 )
+from .sharded_blocks import ShardedBlock, measure_blocks, measure_layers
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range
