@@ -21,7 +21,7 @@ from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record, mesh_places
 from ..records.state_timeline import BUBBLE, STATES, Ints, background_ns, find_window, total
 from .losses import Loss, losses_add_up
-from .measured_window import MeasuredWindow
+from .measured_window import MeasuredWindow, WaitPair, longest_waits
 from .memory import MemoryGrowth, MemoryPeak, find_growth, find_peaks
 from .noise_scale import NoiseScale, noise_scale_of_steps, recorded_steps
 from .pipeline import PipelineFigures, measure_pipeline
@@ -39,7 +39,6 @@ from .sharded_blocks import ShardedBlock, measure_blocks, measure_layers
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range
-from .wait_matrix import WaitPair, longest_waits
 
 # What the headers of records say: where each rank ran, its loader, and halos by layer.
 

@@ -15,8 +15,8 @@ from ...plurals import named_ranks
 from ...record.ring.states import BESIDE_STATES, ROOTED_OPS, State
 from ...record.ring.tail import Tail
 from ..figures.losses import collective_name
+from ..figures.measured_window import WaitPair, longest_waits, wait_matrix
 from ..figures.report import TABLES_DIFFER, analyse_with_window
-from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run, command_words
 from ..records.read_record import Record, mesh_places, parse_record
 from .current_states import (
