@@ -4,8 +4,13 @@ from collections.abc import Iterable
 
 from ..analyze.diagnosis.evidence import MIN_SHARE
 from ..analyze.figures.report import Report
-from ..analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
-from ..analyze.sharding.sharded_model import describe_blocks, exposed_s
+from ..analyze.figures.sharded_blocks import (
+    KINDS,
+    LAYER_KINDS,
+    ShardedBlock,
+    describe_blocks,
+    exposed_s,
+)
 from . import document as doc
 from .definitions import DEFINITIONS
 from .numbers import counted, duration, percent, size

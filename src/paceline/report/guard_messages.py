@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..analyze.reference.changes import Change
-from ..analyze.reference.goal import Goal
-from ..analyze.reference.learning_rate import RateRise
-from ..analyze.reference.metric import Metric
+from ..analyze.reference.changes import Change, RateRise
+from ..analyze.reference.metric import Goal, Metric
 from ..analyze.reference.run_guard import Divergence, Standard
 from ..analyze.reference.sequential import FALSE_ALARM_RATE
 from ..analyze.reference.series import SAMPLES, Reference

@@ -10,8 +10,7 @@ from paceline.analyze.diagnosis.evidence import Evidence
 from paceline.analyze.diagnosis.rungs import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
-from paceline.analyze.sharding.block_exchange import BlockCalls, ShardedBlock
-from paceline.analyze.sharding.sharded_model import ShardedModel
+from paceline.analyze.figures.sharded_blocks import BlockCalls, ShardedBlock, ShardedModel
 from paceline.predict.remedies import remedies
 
 GB = 10**9

@@ -10,7 +10,7 @@ from paceline.analyze.diagnosis.evidence import Evidence
 from paceline.analyze.diagnosis.rungs import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
-from paceline.analyze.sharding.block_exchange import BlockCalls, ShardedBlock
+from paceline.analyze.figures.sharded_blocks import BlockCalls, ShardedBlock
 from paceline.predict.remedies import remedies
 
 RUNGS = {

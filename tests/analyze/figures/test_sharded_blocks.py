@@ -6,9 +6,9 @@ import pytest
 from records import MS, Rank, report_of
 
 from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.figures.sharded_blocks import describe_blocks, least_free_bytes
 from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import parse_record
-from paceline.analyze.sharding.sharded_model import describe_blocks, least_free_bytes
 from paceline.record.ring.states import FIRST_BLOCK_PEER, Memory, Op, State
 from paceline.report.page.run_page import single
 from paceline.report.terminal.run_report import panel, render

@@ -6,8 +6,8 @@ import random
 import pytest
 from records import Rank, report_of
 
+from paceline.analyze.figures.measured_window import wait_matrix
 from paceline.analyze.figures.report import analyse_with_window
-from paceline.analyze.figures.wait_matrix import wait_matrix
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import Op, State
 from paceline.report.console import PlainConsole

@@ -5,10 +5,8 @@ import math
 import numpy as np
 import records
 
-from paceline.analyze.reference.changes import JobStep, find_changes
-from paceline.analyze.reference.learning_rate import RateWatch
+from paceline.analyze.reference.changes import JobStep, RateWatch, ReplicaWatch, find_changes
 from paceline.analyze.reference.metric import Metric
-from paceline.analyze.reference.replicas import ReplicaWatch
 from paceline.analyze.reference.run_guard import Divergence
 from paceline.analyze.reference.series import Reference, Series
 

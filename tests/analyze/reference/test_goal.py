@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.analyze.reference.goal import Goal, parse_goal
+from paceline.analyze.reference.metric import Goal, parse_goal
 
 
 def test_goal_compares_values():

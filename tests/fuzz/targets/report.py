@@ -17,9 +17,8 @@ from jinja2 import BytecodeCache, Environment
 from jinja2.bccache import Bucket
 
 from paceline.analyze.figures.report import TABLES_DIFFER, analyse_with_window
-from paceline.analyze.records.load_run import Run
+from paceline.analyze.records.load_run import Run, command_words, read_lines
 from paceline.analyze.records.read_record import parse_record
-from paceline.analyze.records.script_lines import command_words, read_lines
 from paceline.record.ring.states import State
 from paceline.report.console import PlainConsole
 from paceline.report.page import write_page

@@ -14,7 +14,7 @@ import numpy as np
 from ...significance import RankSpread, rank_spread
 from ..figures.losses import Loss
 from ..figures.report import Report
-from ..sharding.sharded_model import ShardedModel
+from ..figures.sharded_blocks import ShardedModel
 from .exchanged_calls import ExchangedCalls, GradientSync
 from .lateness import COMPUTING
 from .line_profile import LineProfile

@@ -10,7 +10,6 @@ from ...record.experiments.lines.sidecar import CollectiveKind
 from ...record.ring.states import Op, State
 from ..figures.losses import collective_name
 from ..figures.measured_window import MeasuredWindow
-from ..records.match_collectives import split_by_record
 from ..records.rank_lines import SampledLine
 from ..records.state_timeline import blocking_states, count_steps, total
 
@@ -113,11 +112,9 @@ def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
         return []
     sums: dict[CallSite, np.ndarray[tuple[int], np.dtype[np.float64]]]
     sums = defaultdict(lambda: np.zeros(4))  # calls, bytes, transfer, wait
-    ends = np.cumsum([len(rows) for rows in split_by_record(m.matched.waits, len(m.records))])
-    transfers = np.split(m.blocked.transfer, ends[:-1])
-    waits = np.split(m.blocked.wait, ends[:-1])
     steps, whole = 0, len(m.records) * m.within.length
-    for record, transfer, wait in zip(m.records, transfers, waits, strict=True):
+    exposed = m.blocked.by_record(m.matched.waits, len(m.records))
+    for record, (wait, transfer) in zip(m.records, exposed, strict=True):
         found = record.profile
         assert found is not None
         steps += count_steps(record, m.within)

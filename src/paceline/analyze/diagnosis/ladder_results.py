@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...record.experiments.rung import (
-    CACHED,
-    CHANNELS_LAST,
-    EVERYTHING,
-    ONE_THREAD,
-    SILENT,
-    Rung,
-)
+from ...record.experiments.rung import CACHED, CHANNELS_LAST, EVERYTHING, ONE_THREAD, SILENT, Rung
 from ..records.load_run import Run
 from ..records.operator_file import OperatorFiles
 from .descriptions import Experiment, FirstRun

@@ -1,16 +1,7 @@
 """All causes of lost time, and all indicators of one: those of each module of ``rules/``."""
 
 from .descriptions import CauseKind, Indicator
-from .rules import (
-    compute,
-    exchange,
-    inputs,
-    layouts,
-    lines,
-    operators,
-    ranks,
-    script,
-)
+from .rules import compute, exchange, inputs, layouts, lines, operators, ranks, script
 
 # By id, in the order of docs/reference/causes.md.
 CAUSES: dict[str, CauseKind] = {

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.states import Op, State
-from ..records.blocked_time import BlockedTime
-from ..records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
+from ..records.match_collectives import NO_INDEX, BlockedTime, MatchedCommunication, split_by_record
 from ..records.read_record import Record
 from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, mostly_starved_in, total
 from .pop import LOSSES, Efficiencies
@@ -181,24 +180,13 @@ def wait_losses(
         ) - line.cumulative_by_state(together[of_value])
     result = []
     for culprit, of_value in rows_by_value(rows["culprit"]):
-        line, record = timelines[culprit], records[culprit]
+        record = records[culprit]
         excess_shares = np.empty((len(of_value), len(STATES)))
         for part in range(0, len(of_value), CHUNK_ROWS):
             chunk = of_value[part : part + CHUNK_ROWS]
-            excess = np.clip(
-                line.cumulative_by_state(last_arrival[chunk])
-                - line.cumulative_by_state(together[chunk])
-                - own_states[chunk],
-                0,
-                None,
+            excess_shares[part : part + CHUNK_ROWS] = _excess_shares(
+                timelines[culprit], together[chunk], last_arrival[chunk], own_states[chunk]
             )
-            excess_sum = excess.sum(axis=1, keepdims=True)
-            excess = np.where(
-                excess_sum > 0,
-                excess / np.maximum(excess_sum, 1),
-                np.eye(len(STATES))[line.underlying_at(last_arrival[chunk] - 1)],
-            )
-            excess_shares[part : part + CHUNK_ROWS] = excess
         for state in range(len(STATES)):
             weights = excess_shares[:, state] * length[of_value]
             if weights.sum() <= 0:
@@ -221,6 +209,27 @@ def wait_losses(
     if unknown > 0:
         result.append(Loss("wait", float(unknown) / total_ns))
     return result
+
+
+def _excess_shares(
+    line: Timeline, together: Ints, last_arrival: Ints, own_states: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float64]:
+    """Return what a rank had done more than each of those that waited for it.
+
+    Args:
+        line: Its timeline.
+        together, last_arrival: When both were last together, and when it arrived (ns), by wait.
+        own_states: Time of the waiting rank in each state in between (ns): (waits, states).
+
+    Returns:
+        Shares of the excess by state, of the same shape: each row adds up to 1. Without an excess,
+        the state in which the rank arrived has all.
+    """
+    states = line.cumulative_by_state(last_arrival) - line.cumulative_by_state(together)
+    excess = np.clip(states - own_states, 0, None)
+    excess_sum = excess.sum(axis=1, keepdims=True)
+    arrived_in = np.eye(len(STATES))[line.underlying_at(last_arrival - 1)]
+    return np.where(excess_sum > 0, excess / np.maximum(excess_sum, 1), arrived_in)
 
 
 def attributed_waits(

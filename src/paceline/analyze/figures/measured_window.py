@@ -1,18 +1,17 @@
-"""Compute states, efficiencies and losses of all ranks in the measured window."""
+"""Compute states, efficiencies, losses and waits of all ranks in the measured window."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..records.blocked_time import assign_blocked_time
 from ..records.clock_alignment import Clocks
-from ..records.match_collectives import NO_INDEX, MatchedCommunication
+from ..records.match_collectives import NO_INDEX, MatchedCommunication, assign_blocked_time
 from ..records.read_record import Record
 from ..records.state_timeline import Ints, Timeline, Window, build_timeline
 from . import losses as lost
 from .losses import Loss, StepRanges
 from .pop import busy_ns, check_identities, efficiencies
-from .window_steps import steps_in_window
+from .window_steps import Floats, steps_in_window
 
 # Replay the run on an ideal network, in which every transfer takes no time.
 #
@@ -154,9 +153,10 @@ class MeasuredWindow:
         timelines: In the order of ``records``, whose times are on one clock.
         steps: The steps that all ranks completed; None where they have none in common.
         blocked: Exposed time of each row of ``matched.waits``.
-        apart: Whether some hosts' clocks could not be aligned; then the last arrival is unknown.
-        contradicts: Whether the replay on an ideal network takes longer than the clocks allow.
-        residual: Error of the aligned clocks (ns).
+        clocks_unaligned: Whether some clocks could not be aligned: the last arrival is not known.
+        replay_contradicts: Whether the replay on an ideal network takes longer than the clocks
+            allow.
+        residual_ns: Error of the aligned clocks (ns).
     """
 
     def __init__(
@@ -215,3 +215,41 @@ def _without_arrivals(matched: MatchedCommunication) -> MatchedCommunication:
     waits = matched.waits.copy()
     waits["latest"], waits["culprit"] = waits["start"], NO_INDEX
     return replace(matched, waits=waits)
+
+
+# Who waited for whom: every wait is attributed to the rank that arrived last
+
+MAX_LISTED_PAIRS = 100
+
+
+@dataclass(frozen=True)
+class WaitPair:
+    """``rank`` waited for ``waited_for`` during ``share`` of its time."""
+
+    rank: int
+    waited_for: int
+    share: float
+
+
+def wait_matrix(m: MeasuredWindow) -> Floats:
+    """Return the share of the window in which record i waited for record j, as [i, j].
+
+    Waits that are not longer than the clocks' residual are left out, as in the losses.
+    """
+    count = len(m.records)
+    rows = m.matched.waits
+    known = lost.attributed_waits(m.matched, m.blocked, m.within, m.residual_ns)
+    pair = rows["record"][known].astype(np.int64) * count + rows["culprit"][known]
+    time = np.bincount(pair, m.blocked.wait[known], minlength=count * count)
+    return np.asarray(time.reshape(count, count) / m.within.length, np.float64)
+
+
+def longest_waits(m: MeasuredWindow, most: int = MAX_LISTED_PAIRS) -> list[WaitPair]:
+    """Return the pairs with the longest waits; empty where the last arrival is unknown."""
+    if m.clocks_unaligned:
+        return []
+    shares = wait_matrix(m)
+    order = np.argsort(-shares, axis=None, kind="stable")[:most]
+    found = (np.unravel_index(int(at), shares.shape) for at in order)
+    ranks = [record.rank for record in m.records]
+    return [WaitPair(ranks[i], ranks[j], float(shares[i, j])) for i, j in found if shares[i, j] > 0]

@@ -48,9 +48,7 @@ class NoiseScale:
         return (1 + self.samples / global_batch) / (1 + self.samples / self.global_batch)
 
 
-def estimate_noise_scale(
-    ranks: Sequence[dict[int, tuple[int, float, float]]],
-) -> NoiseScale | None:
+def estimate_noise_scale(ranks: Sequence[dict[int, tuple[int, float, float]]]) -> NoiseScale | None:
     """Return the gradient noise scale from the sampled steps of each rank."""
     return noise_scale_of_steps(sampled_steps(ranks))
 

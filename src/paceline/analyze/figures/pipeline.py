@@ -7,8 +7,7 @@ import numpy as np
 
 from ...cost.pipeline import idle_share
 from ...record.ring.states import State
-from ..records.mesh_places import mesh_places
-from ..records.read_record import Record
+from ..records.read_record import Record, mesh_places
 from ..records.state_timeline import Window, total
 from .measured_window import MeasuredWindow
 

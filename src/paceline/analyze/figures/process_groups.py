@@ -8,7 +8,7 @@ import numpy as np
 from ...cost.collectives import bus_factor
 from ...record.ring.states import POINT_TO_POINT_OPS
 from ..records.match_collectives import UNKNOWN_GROUP, split_by_record
-from ..records.mesh_places import axes_of_groups, mesh_places
+from ..records.read_record import axes_of_groups, mesh_places
 from ..records.state_timeline import Ints, Timeline, Window, merge_intervals, total
 from .losses import collective_name
 from .measured_window import MeasuredWindow

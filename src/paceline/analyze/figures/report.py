@@ -13,25 +13,15 @@ from ...cost.machine.machine_file import Machine
 from ...plurals import counted, format_ranges, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ...significance import is_slowest
-from ..records.child_processes import untracked_training
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.core_waits import OtherThreads, other_threads
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
-from ..records.mesh_places import mesh_places
-from ..records.read_record import Record
-from ..records.state_timeline import (
-    BUBBLE,
-    STATES,
-    Ints,
-    background_ns,
-    find_window,
-    total,
-)
-from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_layers
+from ..records.read_record import Record, mesh_places
+from ..records.state_timeline import BUBBLE, STATES, Ints, background_ns, find_window, total
 from .losses import Loss, losses_add_up
-from .measured_window import MeasuredWindow
+from .measured_window import MeasuredWindow, WaitPair, longest_waits
 from .memory import MemoryGrowth, MemoryPeak, find_growth, find_peaks
 from .noise_scale import NoiseScale, noise_scale_of_steps, recorded_steps
 from .pipeline import PipelineFigures, measure_pipeline
@@ -45,10 +35,10 @@ from .process_groups import (
     groups_add_up,
     overlapped_ns,
 )
+from .sharded_blocks import ShardedBlock, measure_blocks, measure_layers
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range
-from .wait_matrix import WaitPair, longest_waits
 
 # What the headers of records say: where each rank ran, its loader, and halos by layer.
 
@@ -517,6 +507,21 @@ def _doubts(
             f"{100 * unsure:.0f} % of the blocked time is in waits too short to attribute to a rank"
         )
     return doubts, confidence
+
+
+def untracked_training(records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each rank whose child processes trained without a process group."""
+    found = []
+    for record in records:
+        if children := record.meta.get("children"):
+            number = counted(children["count"], "child process", "child processes")
+            found.append(
+                f"training went on in {number} of rank {record.rank} that are not ranks: their "
+                f"{counted(children['steps'], 'optimizer step')} are not recorded. HINT: start the "
+                f"script with paceline run -n {children['count']}, or call "
+                "torch.distributed.init_process_group in each of them"
+            )
+    return found
 
 
 def _failures(records: list[Record]) -> list[str]:

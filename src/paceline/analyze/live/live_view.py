@@ -15,12 +15,10 @@ from ...plurals import named_ranks
 from ...record.ring.states import BESIDE_STATES, ROOTED_OPS, State
 from ...record.ring.tail import Tail
 from ..figures.losses import collective_name
+from ..figures.measured_window import WaitPair, longest_waits, wait_matrix
 from ..figures.report import TABLES_DIFFER, analyse_with_window
-from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
-from ..records.load_run import Run
-from ..records.mesh_places import mesh_places
-from ..records.read_record import Record, parse_record
-from ..records.script_lines import command_words
+from ..records.load_run import Run, command_words
+from ..records.read_record import Record, mesh_places, parse_record
 from .current_states import (
     BlockedCollective,
     RankState,
@@ -33,8 +31,8 @@ from .current_states import (
 MAX_WAIT_PAIRS = 3
 RECENT_S = 10.0  # seconds that a view covers, or MIN_STEPS steps if these take longer
 MIN_STEPS = 5
-MIN_BLOCKED_S = 1.0  # a rank is blocked after this time in one state, and _LONG_STEPS typical steps
-_MIN_BLOCKED_STEPS = 3.0
+# A rank is blocked after this time in one state, and this number of typical steps.
+MIN_BLOCKED_S, _MIN_BLOCKED_STEPS = 1.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Clocks:
 
     Attributes:
         clocks: The first is the reference.
-        apart: Names of the clocks that no communication ties to the reference: not aligned.
+        unaligned: Names of the clocks that no communication ties to the reference: not aligned.
     """
 
     clocks: tuple[Clock, ...]
@@ -110,7 +110,9 @@ def _on_common_clock(record: Record, clock: Clock) -> Record:
     for name in ("started_ns", "joined_ns"):
         if name in meta:
             meta[name] = int(clock.to_common(np.array([meta[name]]))[0])
-    profile = record.profile.on_clock(clock) if record.profile is not None else None
+    profile = record.profile
+    if profile is not None:
+        profile = replace(profile, at=clock.to_common(profile.at))
     return replace(record, events=events, meta=meta, profile=profile)
 
 

@@ -1,10 +1,10 @@
-"""Match the communication events of different ranks, and find out which member arrived last.
+"""Match the communication events of different ranks: who arrived last, and who was blocked by it.
 
 Collectives are matched by (group, number), sends and receives by (group, from, to, number).
 Groups are identified by their name, which is the same on all members.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...record.ring.states import LAUNCH_STATES, POINT_TO_POINT_OPS, ROOTED_OPS, Op, State
 from .read_record import Record
-from .state_timeline import Ints, Window, blocking_states
+from .state_timeline import Ints, Timeline, Window, blocking_states, is_pipeline_group
 
 NO_INDEX = -1
 UNKNOWN_GROUP = "unknown"  # of a GPU kernel whose collective is not known
@@ -31,9 +31,8 @@ class MatchedCommunication:
             (start of the launch that it waits for), culprit (the record of that launch, or
             NO_INDEX), whole, root, call (the launching call itself, which waits for no other rank).
         node_rows: ``node_launches[node_rows[n]:node_rows[n + 1]]`` are the launches of node n. A
-            node
-            is what one wait depends on: all launches of one collective, the root's launch alone, or
-            the other side of a message.
+            node is what one wait depends on: all launches of one collective, the root's launch
+            alone, or the other side of a message.
         node_launches: Rows of ``launches``, ordered by node.
         groups: Names of the process groups; the ``group`` of a row is an index into them.
     """
@@ -84,48 +83,28 @@ def match_collectives(records: list[Record]) -> MatchedCommunication:
     group_index = {name: i for i, name in enumerate(names)}
     launches, keys, group_facts = _collect_rows(records, launch_states, _LAUNCH_FIELDS, group_index)
     if not (known_collective := keys[:, 1] > 0).all():  # a kernel whose collective is not known
-        launches, keys, group_facts = (
-            launches[known_collective],
-            keys[known_collective],
-            group_facts[known_collective],
-        )
+        known = (rows[known_collective] for rows in (launches, keys, group_facts))
+        launches, keys, group_facts = known
     waits, wait_keys, wait_group_facts = _collect_rows(
         records, blocking_states, _WAIT_FIELDS, group_index
     )
     if any((rows["group"] == len(group_index)).any() for rows in (launches, waits)):
         names.append(UNKNOWN_GROUP)
-    unique_pairs, pair = np.unique(keys[:, 0], return_inverse=True)
-    unique, collective_of_launch = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
-    # A BLOCKED event belongs to a COLLECTIVE event of the same rank, unless the ring overwrote it.
-    wait_pair = np.minimum(
-        np.searchsorted(unique_pairs, wait_keys[:, 0]), max(len(unique_pairs) - 1, 0)
-    )
-    has_known_pair = (
-        unique_pairs[wait_pair] == wait_keys[:, 0]
-        if len(unique_pairs)
-        else np.zeros(len(waits), bool)
-    )
-    has_known_pair &= wait_keys[:, 1] > 0
-    wait_key = np.where(has_known_pair, wait_pair << 32 | wait_keys[:, 1], NO_INDEX)
-    del keys, pair, wait_keys, wait_pair, has_known_pair
+    collective_of_launch, collective_of_wait, has_launch = _number_collectives(keys, wait_keys)
+    del keys, wait_keys
     launches["node"] = collective_of_launch
-    present_members = np.bincount(collective_of_launch, minlength=len(unique))
-    expected_members = np.zeros(len(unique), np.int64)
+    present_members = np.bincount(collective_of_launch)
+    count = len(present_members)
+    expected_members = np.zeros(count, np.int64)
     np.maximum.at(expected_members, collective_of_launch, group_facts["size"])
     # By collective, then by start: the last row of a collective is its latest launch.
     order = np.lexsort((launches["start"], collective_of_launch))
     rows = np.concatenate(([0], np.cumsum(present_members)))
-    last = order[rows[1:] - 1] if len(unique) else np.empty(0, np.int64)
-
-    if not len(unique):
+    if not count:
         waits["latest"], waits["culprit"], waits["node"] = waits["start"], NO_INDEX, NO_INDEX
         return MatchedCommunication(launches, waits, rows, order, names)
-    collective_of_wait = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
-    late_record, late_start = (
-        launches["record"][last][collective_of_wait],
-        launches["start"][last][collective_of_wait],
-    )
-    has_launch = unique[collective_of_wait] == wait_key
+    last = order[rows[1:] - 1][collective_of_wait]
+    late_record, late_start = launches["record"][last], launches["start"][last]
     waits["whole"] = (present_members >= expected_members)[collective_of_wait] & has_launch
     launches["whole"] = (present_members >= expected_members)[collective_of_launch]
     node_of_wait = collective_of_wait.copy()
@@ -148,12 +127,35 @@ def match_collectives(records: list[Record]) -> MatchedCommunication:
     deciding_launches, deciding_index = np.unique(
         deciding_launch[has_deciding_launch], return_inverse=True
     )
-    node_of_wait[has_deciding_launch] = len(unique) + deciding_index
+    node_of_wait[has_deciding_launch] = count + deciding_index
     node_of_wait[waits_for_no_rank] = NO_INDEX
     waits["node"] = node_of_wait
     rows = np.concatenate((rows, rows[-1] + 1 + np.arange(len(deciding_launches))))
     order = np.concatenate((order, deciding_launches))
     return MatchedCommunication(launches, waits, rows, order, names)
+
+
+def _number_collectives(keys: Ints, wait_keys: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    """Number the collectives that were launched, from 0.
+
+    Args:
+        keys, wait_keys: Keys of the launches and of the waits, of shape (rows, 2).
+
+    Returns:
+        The number of each launch's collective, that of each wait's, and whether a launch of the
+        latter is known: else its number is that of another one.
+    """
+    unique_pairs, pair = np.unique(keys[:, 0], return_inverse=True)
+    unique, collective_of_launch = np.unique(pair << 32 | keys[:, 1], return_inverse=True)
+    if not len(unique):
+        none = np.zeros(len(wait_keys), np.int64)
+        return collective_of_launch, none, none > 0
+    # A BLOCKED event belongs to a COLLECTIVE event of the same rank, unless the ring overwrote it.
+    wait_pair = np.minimum(np.searchsorted(unique_pairs, wait_keys[:, 0]), len(unique_pairs) - 1)
+    is_known = (unique_pairs[wait_pair] == wait_keys[:, 0]) & (wait_keys[:, 1] > 0)
+    wait_key = np.where(is_known, wait_pair << 32 | wait_keys[:, 1], NO_INDEX)
+    collective_of_wait = np.minimum(np.searchsorted(unique, wait_key), len(unique) - 1)
+    return collective_of_launch, collective_of_wait, unique[collective_of_wait] == wait_key
 
 
 def sends_only(waits: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -264,3 +266,58 @@ def _by_group_number(record: Record, value: Any) -> Ints:
     for n, group in groups.items():
         table[int(n)] = value(group)
     return table
+
+
+# Blocked time of each rank's timeline, by the communication that blocked it
+#
+# Communications of one rank may overlap each other, and on a GPU also computing. Losses, groups and
+# the matrix of waits use the times computed here, so each of them adds up to the timeline's states.
+
+
+@dataclass(frozen=True)
+class BlockedTime:
+    """Exposed time of each row of ``MatchedCommunication.waits`` in the window (ns).
+
+    Attributes:
+        wait: Time in the state wait. The rows of a record add up to its timeline's state.
+        transfer, bubble: The same for these states.
+    """
+
+    wait: Ints
+    transfer: Ints
+    bubble: Ints
+
+    def by_record(self, waits: npt.NDArray[Any], count: int) -> Iterator[tuple[Ints, Ints]]:
+        """Yield wait and transfer of the rows of ``waits`` of each record."""
+        ends = np.cumsum([len(rows) for rows in split_by_record(waits, count)])[:-1]
+        return zip(np.split(self.wait, ends), np.split(self.transfer, ends), strict=True)
+
+
+def assign_blocked_time(matched: MatchedCommunication, timelines: list[Timeline]) -> BlockedTime:
+    """Book every blocked instant of the timelines to one row of ``matched.waits``.
+
+    Of several communications that block a rank at the same time, the one that began first counts.
+    """
+    found: dict[str, list[Ints]] = {"wait": [], "transfer": [], "bubble": []}
+    pipelines = np.array([is_pipeline_group(name) for name in matched.groups], bool)
+    for rows, line in zip(split_by_record(matched.waits, len(timelines)), timelines, strict=True):
+        start, end = rows["start"].astype(np.int64), rows["end"].astype(np.int64)
+        turn = np.clip(rows["latest"], start, end)
+        in_pipeline = pipelines[rows["group"]]
+        for state, of in (("bubble", in_pipeline), ("wait", ~in_pipeline)):
+            times = np.zeros(len(rows), np.int64)
+            times[of] = _exposed(line, state, start[of], turn[of])
+            found[state].append(times)
+        found["transfer"].append(_exposed(line, "transfer", turn, end))
+    return BlockedTime(**{state: np.concatenate(times) for state, times in found.items()})
+
+
+def _exposed(line: Timeline, state: str, start: Ints, end: Ints) -> Ints:
+    """Return for each interval the time of ``state`` in it that lies in no earlier interval."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    end = np.maximum.accumulate(end)
+    start[1:] = np.maximum(start[1:], end[:-1])
+    result = np.empty(len(order), np.int64)
+    result[order] = line.cumulative_in(state, end) - line.cumulative_in(state, start)
+    return result

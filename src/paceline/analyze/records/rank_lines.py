@@ -1,8 +1,8 @@
 """Read a rank's line profile (rank-N.profile), which is untrusted input."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,6 @@ from ...security.schema import read_json
 
 SAMPLE_FIELDS = ("at", "late", "stack", "ran", "delayed", "garbage")
 Ints = npt.NDArray[np.int64]
-
-
-class Clock(Protocol):
-    """A clock whose times can be converted to those of another."""
-
-    def to_common(self, local: Ints) -> Ints: ...
 
 
 @dataclass(frozen=True)
@@ -104,10 +98,6 @@ class RankLines:
     worker_times: list[tuple[int, int]]
     collective_sites: list[CollectiveSite] = field(default_factory=list)
     collectives: Ints = field(default_factory=lambda: np.empty((0, 3), np.int64))
-
-    def on_clock(self, clock: Clock) -> "RankLines":
-        """Return the profile with its times on another clock."""
-        return replace(self, at=clock.to_common(self.at))
 
 
 def read_rank_lines(path: Path) -> RankLines:

@@ -1,14 +1,127 @@
-"""What changed in a run when it left the band of its reference."""
+"""Find what changes in a run: parameters of a rank, the learning rate, all before a divergence."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from .replicas import ReplicaDifference
+from .band import MIN_TIME_TOLERANCE, TIME_TOLERANCE
 from .run_guard import Divergence
 from .series import Floats, Reference
+
+# Ranks whose parameters drift apart, by checksums
+
+
+MIN_EQUAL = 3  # comparisons in a row in which ranks agreed, so that they are replicas
+MIN_DIFFERENT = 2  # comparisons in a row in which they differ
+
+
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """Ranks hold other parameters than before.
+
+    Attributes:
+        equal_at: Last step at which they were equal.
+        step: First step at which they differed.
+        ranks: Ranks that differ from most of the others (from rank 0 where there is no majority).
+    """
+
+    equal_at: int
+    step: int
+    ranks: list[int]
+
+
+@dataclass
+class ReplicaWatch:
+    """The checksums of the ranks. ``difference`` stays once it was found."""
+
+    ranks: int
+    difference: ReplicaDifference | None = None
+    _equal: int = 0
+    _equal_at: int = 0
+    _different: list[tuple[int, dict[int, int]]] = field(default_factory=list)
+
+    def add(self, step: int, bits: dict[int, int]) -> ReplicaDifference | None:
+        """Add the checksums of a step; return a difference when it is first certain."""
+        if self.difference is not None or self.ranks < 2 or len(bits) < self.ranks:
+            return None
+        if len(set(bits.values())) == 1:
+            if self._different:  # they differ between averages, as in local SGD
+                self._equal = 0
+            self._equal, self._equal_at, self._different = self._equal + 1, step, []
+            return None
+        if self._equal < MIN_EQUAL:
+            self._equal = 0
+            return None
+        self._different.append((step, bits))
+        if len(self._different) < MIN_DIFFERENT:
+            return None
+        first, values = self._different[0]
+        counts = sorted(values.values(), key=list(values.values()).count)
+        usual = counts[-1] if list(values.values()).count(counts[-1]) > 1 else values[min(values)]
+        ranks = sorted(rank for rank, value in values.items() if value != usual)
+        self.difference = ReplicaDifference(self._equal_at, first, ranks)
+        return self.difference
+
+
+# A learning rate that rises
+#
+# Schedules may depend on the loss, so that a rate falls earlier or later than in the reference. A
+# rate that rises where no run of the reference rises is an event that the loss may show only later.
+
+
+MIN_RISE = 3.0  # from one step to the next
+MIN_REFERENCE_RISE = 1.5  # of the reference's smallest to its largest rate around there
+
+
+@dataclass(frozen=True)
+class RateRise:
+    """The learning rate rose at ``step``, from ``old`` to ``new``."""
+
+    step: int
+    old: float
+    new: float
+
+
+@dataclass
+class RateWatch:
+    """The learning rate of one run. ``rise`` stays once it was found."""
+
+    reference: Reference
+    rise: RateRise | None = None
+    _last: float = field(default=math.nan)
+
+    def add(self, step: int, samples: float, rate: float) -> RateRise | None:
+        """Add the rate of a step; return a rise that the reference does not have."""
+        last, self._last = self._last, rate
+        if self.rise is not None or not (last > 0 and math.isfinite(rate)):
+            return None
+        if rate < MIN_RISE * last:
+            return None
+        x = samples if self.reference.axis == "samples" else step
+        if self._rises_in_reference(x):
+            return None
+        self.rise = RateRise(step, last, rate)
+        return self.rise
+
+    def _rises_in_reference(self, x: float) -> bool:
+        """Return whether a run of the reference rises around ``x``, or its rate is not known."""
+        for run in self.reference.runs:
+            at = run.along(self.reference.axis)
+            shift = max(TIME_TOLERANCE * x, MIN_TIME_TOLERANCE * float(at[-1] - at[0]))
+            rates = run.rates[(at >= x - shift) & (at <= x + shift)]
+            rates = rates[np.isfinite(rates)]
+            if not len(rates):
+                return True
+            lowest = np.minimum.accumulate(rates)
+            if bool(np.any(rates > MIN_REFERENCE_RISE * lowest)):
+                return True
+        return False
+
+
+# What changed when a run left the band of its reference
+
 
 BEFORE, AFTER = 50, 10  # steps before the divergence and since it that are compared
 BEFORE_START = 10  # steps before the first step outside of the band, in which a cause may lie

@@ -240,11 +240,11 @@ def _with_noise(
     values: Sequence[Vectors], names: Sequence[str], exact: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return tolerances and differences. values: of the ranks, of the replay, of its twin."""
-    ours, theirs, twin = values
-    noise = _distances(theirs, twin, names)
+    of_ranks, replayed, twin = values
+    noise = _distances(replayed, twin, names)
     usual = median(noise.values())
     limits = {n: NOISE_FACTOR * max(noise[n], usual, 4 * exact[n]) for n in names}
-    return limits, _distances(ours, theirs, names)
+    return limits, _distances(of_ranks, replayed, names)
 
 
 def _distances(one: Vectors, two: Vectors, names: Sequence[str]) -> dict[str, float]:

@@ -220,9 +220,9 @@ def compared(joined: JoinedRuns, meant: Sequence[str] = ()) -> Compared:
     return found
 
 
-def _batches(read: Sequence[Stream]) -> Iterator[BatchFacts]:
-    made = (one for stream in read for joint in stream.passes for one in joint.ranks.values())
-    return (batch for one in made for batch in one.batches)
+def _batches(streams: Sequence[Stream]) -> Iterator[BatchFacts]:
+    passes = (one for stream in streams for joint in stream.passes for one in joint.ranks.values())
+    return (batch for one in passes for batch in one.batches)
 
 
 def _no_verdict(joined: JoinedRuns, found: Compared) -> str:

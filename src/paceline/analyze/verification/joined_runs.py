@@ -115,11 +115,6 @@ class JoinedRuns:
         return sum(bool(one & trained) for one in read) > MOST_OF_STEPS * len(read)
 
     @property
-    def single(self) -> RankFacts | None:
-        """The script on one rank: with its own batch size, else with the global batch."""
-        return self.runs.single
-
-    @property
     def unbroken(self) -> Sequence[RankFacts]:
         """The run without a break with which the resumed run is compared."""
         interrupted = self.runs.interrupted if self.runs.is_continued else None

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
+from typing import Any
 
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
@@ -14,6 +15,10 @@ KNOWN_SAMPLERS = {
 }
 PLAIN_DATASETS = {"TensorDataset"}  # whose samples depend on their position only
 Sample = int | tuple[int, ...]  # index in a dataset that all ranks share, or checksums of contents
+DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
+LEAST_SAMPLES = 4  # compared, before ranks are said to have the same, or an order to be random
+MIN_PERIOD = 3  # batches of an epoch, without which an order can't be told
+CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # samplers that leave out
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,11 @@ class RankPass:
         """The indices of all samples in order, also of those that were not read; None: unknown."""
         planned = self.facts.planned
         return None if planned is None else [*chain.from_iterable(planned)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all samples of the pass were read."""
+        return self.facts.is_complete or (self.facts.is_read and not self.facts.skipped)
 
 
 @dataclass
@@ -140,6 +150,52 @@ class Stream:
         found = {rank: plan for rank, plan in plans.items() if plan is not None}
         return found if len(found) == len(plans) and any(found.values()) else {}
 
+    def order(self, made: RankPass) -> list[Sample]:
+        """Return the samples of a pass in order: the planned ones, else those that were read.
+
+        Samples of a stream are known by their contents, if these differ.
+        """
+        if made.loader.is_iterable:
+            read = self.read(made)
+            return read if len(set(read)) >= max(DISTINCT * len(read), LEAST_SAMPLES) else []
+        if made.planned is not None:
+            return [*made.planned]
+        is_known = all(batch.indices is not None for batch in made.batches)
+        return [at for batch in made.batches for at in batch.indices or []] if is_known else []
+
+    def until_again(self, rank: int, batches: Sequence[BatchFacts]) -> list[Sample]:
+        """Return the samples of a rank's first batches until one occurs again; [] if none does.
+
+        Empty also if there are fewer batches than an epoch has at least.
+        """
+        seen: dict[Sample, None] = {}
+        for number, batch in enumerate(batches):
+            samples = self.samples(batch, self.loaders[rank]) or []
+            if any(one in seen for one in samples):
+                return list(seen) if number >= MIN_PERIOD else []
+            seen.update(dict.fromkeys(samples))
+        return []
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the epochs have different random orders."""
+        orders = [self.order(one.first) for one in self.passes]
+        are_random = all(order and not is_regular(order) for order in orders)
+        return are_random and any(order != orders[0] for order in orders)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the sampler leaves out or repeats samples on purpose, by its name."""
+        return any(word in self.first.loader.sampler.lower() for word in CHOOSING)
+
+    @property
+    def padding(self) -> int:
+        """How many samples a sampler may repeat, or leave out, to give ranks equal parts."""
+        batch = self.first.loader.batch_size or max(
+            (one.samples for one in self.first.batches), default=1
+        )
+        return self.size * batch - 1
+
     @cached_property
     def is_by_rank(self) -> bool:
         """Whether each rank has its own part of the dataset."""
@@ -156,8 +212,8 @@ class Stream:
         """Whether all ranks read the same batches, and each trains another part of them."""
         parts: dict[tuple[int, int], list[set[int]]] = {}
         for one in self.passes:
-            for made in one.ranks.values():
-                for batch in made.batches:
+            for of_rank in one.ranks.values():
+                for batch in of_rank.batches:
                     parts.setdefault((one.number, batch.number), []).append(set(batch.rows))
         return all(
             len(rows) == self.size > 1
@@ -191,18 +247,26 @@ class Stream:
         """Return rank and contents of each time that a position of the dataset was read."""
         seen: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         for one in self.passes:
-            for rank, made in one.ranks.items():
-                for batch in made.batches:
+            for rank, of_rank in one.ranks.items():
+                for batch in of_rank.batches:
                     for at, content in zip(batch.indices or [], batch.by_sample, strict=False):
                         seen.setdefault(at, []).append((rank, content))
         return seen
 
     def is_split_by_sampler(self) -> bool:
         """Return whether no position occurs on two ranks: then all index one dataset."""
-        plans = [made.planned for made in self.passes[0].ranks.values()]
+        plans = [of_rank.planned for of_rank in self.passes[0].ranks.values()]
         positions = [set(plan) for plan in plans if plan is not None]
         is_known = len(positions) == len(plans) > 1
         return is_known and len(set().union(*positions)) == sum(map(len, positions))
+
+
+def is_regular(order: Sequence[Any]) -> bool:
+    """Return whether an order is not random: it goes up, but for a return to the start."""
+    if len(order) < LEAST_SAMPLES:
+        return True
+    falls = sum(bool(after <= before) for before, after in pairwise(order))
+    return falls <= max(1, len(order) // 20)
 
 
 def _checksum(loader: LoaderFacts) -> int:

@@ -151,8 +151,8 @@ class ReplayedSteps:
             return {}
         assert self._replay is not None
         runs = (self._replay, self._permuted)
-        made = [x.unclipped(0) for one in runs if (x := _joint([one], step.key))]
-        one, two = made if len(made) > 1 else ({}, {})
+        gradients = [x.unclipped(0) for one in runs if (x := _joint([one], step.key))]
+        one, two = gradients if len(gradients) > 1 else ({}, {})
         return {name: distance(one[name], two[name]) for name in one if name in two}
 
     def suspicious_noise(self, step: JointStep) -> float:

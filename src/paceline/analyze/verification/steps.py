@@ -143,9 +143,9 @@ class JointStep:
         places = []
         for facts, backwards in zip(self.ranks, self.backwards, strict=True):
             skipped = {
-                (loader.key, made.number): made.skipped
+                (loader.key, one_pass.number): one_pass.skipped
                 for loader in facts.loaders
-                for made in loader.passes
+                for one_pass in loader.passes
             }
             batches = [facts.batches[at] for at in sorted(trained_by(facts, backwards))]
             places.append([skipped.get(b.pass_key, 0) for b in batches])

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from ...analyze.reference.goal import parse_goal
+from ...analyze.reference.metric import parse_goal
 from ...launch.guard.request import Action, GuardRequest, parse_metric
 from .base import exit_on_mistake, say
 from .command import can_be_written

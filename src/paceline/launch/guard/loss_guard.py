@@ -12,11 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ...analyze.reference.changes import Change, JobStep, find_changes
-from ...analyze.reference.learning_rate import RateRise, RateWatch
+from ...analyze.reference.changes import (
+    Change,
+    JobStep,
+    RateRise,
+    RateWatch,
+    ReplicaWatch,
+    find_changes,
+)
 from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Metric
 from ...analyze.reference.reference_file import merge_references, read_reference, write_reference
-from ...analyze.reference.replicas import ReplicaWatch
 from ...analyze.reference.run_guard import Divergence, RunGuard, Standard, make_standard
 from ...analyze.reference.series import SAMPLES, STEPS, Model, Reference, Series
 from ...plurals import counted

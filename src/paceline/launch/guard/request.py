@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...analyze.reference.goal import Goal
-from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Metric
+from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Goal, Metric
 from ...security.schema import Count
 
 DIVERGED_EXIT_CODE = 79  # of a job that was ended because its loss left the band of the reference

@@ -370,7 +370,7 @@ class Models:
         sharding = FLAT if is_flat else "FSDP2" * is_sharded
         facts = ModelFacts(
             key=key,
-            class_name=type(root).__name__.removeprefix("FSDP") if is_sharded else _class(root),
+            class_name=type(root).__name__.removeprefix("FSDP" * is_sharded),
             wrapper="DistributedDataParallel" if ddp is not None else sharding,
             line=self._wrapping_lines.get(ddp if ddp is not None else root) or user_line(),
             is_sharded=is_sharded,
@@ -482,10 +482,6 @@ def _autocast() -> str:
         if torch.is_autocast_enabled(device):
             return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
     return ""
-
-
-def _class(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 def _add_line(lines: list[str], line: str) -> None:

@@ -94,7 +94,7 @@ class OpenPass:
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
 MAX_GROUP = 64  # batches until the first step: a longer accumulation is not waited for
-WHOLE = 5  # times as many batches as are read at least: a pass that is run to its end
+MAX_WHOLE = 5  # times as many batches as are read at least: a pass that is run to its end
 MAX_SKIPPED = 1024  # batches of a stream that are read to find its end
 SKIPPING_S = 4.0  # of all streams
 
@@ -297,7 +297,7 @@ class Loaders:
         """
         is_training = any(one.phase == Phase.TRAINING for one in opened.loader.passes)
         has_rest = self._group > 1 and batches % self._group > 0
-        most = WHOLE * self._observation.settings.batches
+        most = MAX_WHOLE * self._observation.settings.batches
         if self._has_whole or not (is_training and has_rest) or batches > most:
             return False
         self._has_whole = True

@@ -23,11 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    HashStore,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import HashStore, _register_process_group, _unregister_process_group
 from torch.autograd import Variable
 
 from ..pending_value import is_capturing
@@ -339,11 +335,8 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
     The Work of a collective that C++ launches in a backward (DDP's buckets) is returned unwrapped:
     Python is entered once for each of them, and once for all at the end of the backward.
     """
-    number, message, has_peer = (
-        int(op),
-        op in POINT_TO_POINT_OPS,
-        op in (*POINT_TO_POINT_OPS, *ROOTED_OPS),
-    )
+    number, message = int(op), op in POINT_TO_POINT_OPS
+    has_peer = message or op in ROOTED_OPS
     reduces = op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
     in_backward = torch._C._current_graph_task_id
 
@@ -355,13 +348,9 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
             if checked := self._checks is not None and is_checked(self._seq):
                 check = self._begin_check(self._checks, launched, name, op, args)
         engine = in_backward() != -1 and _called_by_engine()
-        if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
-            # FSDP reduces and scatters one flat tensor of whole gradients, from Python
-            scattered = [args[1]] if op == Op.REDUCE_SCATTER and _is_tensor(args) else []
-            recorder.on_backward_reduce(self, args[0] if engine and not scattered else scattered)
         on_end = None
-        if reduces and recorder.gradient_noise.is_sampling and in_backward() != -1:
-            on_end = _note_gradients(recorder.gradient_noise, self, op, args, engine)
+        if reduces and in_backward() != -1:
+            on_end = _note_gradients(self, recorder, op, args, engine)
         is_recorded = bool(self._group) and COLLECTIVES_HOOK not in failed_hooks
         # a Work that is captured into a CUDA graph must not be asked whether it has ended
         is_recorded = is_recorded and not is_capturing()
@@ -406,11 +395,22 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
 
 
 def _note_gradients(
-    noise: GradientNoise, group: RecordedGroup, op: Op, args: tuple[Any, ...], by_engine: bool
+    group: RecordedGroup, recorder: Recorder, op: Op, args: tuple[Any, ...], by_engine: bool
 ) -> Callable[[], None] | None:
-    """Note the norm of gradients that are reduced; a failure ends only the notes of norms."""
+    """Pass gradients that a backward reduces to those who need them before they are reduced.
+
+    Returns what to call when they are. A failure of the notes of norms ends only these.
+    """
+    if recorder.on_backward_reduce is not None:
+        # FSDP reduces and scatters one flat tensor of whole gradients, from Python
+        is_flat = op == Op.REDUCE_SCATTER and len(args) > 1 and isinstance(args[1], torch.Tensor)
+        scattered = [args[1]] if is_flat else []
+        recorder.on_backward_reduce(group, args[0] if by_engine and not scattered else scattered)
+    noise: GradientNoise = recorder.gradient_noise
+    if not noise.is_sampling or is_capturing():
+        return None
     try:
-        return None if is_capturing() else noise.launched(group, op, args, by_engine)
+        return noise.launched(group, op, args, by_engine)
     except Exception as error:
         noise.is_sampling = False
         report_failure(NOISE_HOOK, error)
@@ -420,11 +420,6 @@ def _note_gradients(
 def _is_blocking(args: tuple[Any, ...]) -> bool:
     """Return whether a collective has ended for the host when its call returns."""
     return not option_of(args, "asyncOp", True)
-
-
-def _is_tensor(args: tuple[Any, ...]) -> bool:
-    """Return whether a reduce-scatter has one tensor as its input."""
-    return len(args) > 1 and isinstance(args[1], torch.Tensor)
 
 
 def _finish_unrecorded(check: PendingCheck | None) -> None:

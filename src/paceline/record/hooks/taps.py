@@ -38,10 +38,7 @@ def on_import(module: str, patch: Patch) -> None:
 
 
 def replace(
-    owner: Any,
-    name: str,
-    wrapper_of: Callable[[Function], Function],
-    is_traced: bool = False,
+    owner: Any, name: str, wrapper_of: Callable[[Function], Function], is_traced: bool = False
 ) -> Callable[[], None]:
     """Replace a function of a module or a class by ``wrapper_of(function)``.
 

@@ -414,13 +414,7 @@ class HorovodOperations:
         return found
 
     def _begin(
-        self,
-        process_set: _ProcessSet,
-        name: str | None,
-        kind: str,
-        op: Op,
-        called: int,
-        peer: int,
+        self, process_set: _ProcessSet, name: str | None, kind: str, op: Op, called: int, peer: int
     ) -> CollectiveInFlight:
         """Return a submitted operation. called: start of the call that has submitted it."""
         recorder, unnamed = self._recorder, f"{kind}.noname"

@@ -69,10 +69,7 @@ class LoopRecorder:
     # Batches
 
     def fetch(
-        self,
-        fetch: Callable[[Any], Any],
-        iterator: Any,
-        count: Callable[[Any], int] | None = None,
+        self, fetch: Callable[[Any], Any], iterator: Any, count: Callable[[Any], int] | None = None
     ) -> Any:
         """Fetch the next batch of a loader's iterator, and record its time and samples.
 

@@ -27,6 +27,7 @@ from .core_wait import OtherCoreWait
 from .launcher_messages import notify
 from .memory_sampler import MemorySampler
 from .recorder import Recorder, now
+from .ring import LINES_SUFFIX
 from .states import State
 
 # Line numbers of frames that are in the middle of an instruction
@@ -165,7 +166,7 @@ class StackSampler:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             fd = open_regular(
-                path.with_suffix(".lines"), flags, follow_links=False, owner=os.geteuid()
+                path.with_suffix(LINES_SUFFIX), flags, follow_links=False, owner=os.geteuid()
             )
             with open(fd, "a") as lines:
                 lines.write(json.dumps(known) + "\n")

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...analyze.figures.measured_window import MeasuredWindow
+from ...analyze.figures.measured_window import MeasuredWindow, wait_matrix
 from ...analyze.figures.pipeline import STAGE, micro_batch_events, stages_of
 from ...analyze.figures.report import RunAnalysis
 from ...analyze.figures.steps import states_by_step
-from ...analyze.figures.wait_matrix import wait_matrix
 from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES, Window
 from ...cost.roofline import Roof, RooflinePoint, ridge

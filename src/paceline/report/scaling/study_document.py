@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ...analyze.reference.goal import Goal
+from ...analyze.reference.metric import Goal
 from ...analyze.scaling.derived import Estimate
 from ...analyze.scaling.laws import Parameter
 from ...analyze.scaling.outcomes.batch_advice import Band, BatchAdvice, batch_advice

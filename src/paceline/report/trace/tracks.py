@@ -21,8 +21,7 @@ from ...analyze.records.match_collectives import (
     launch_states,
     split_by_record,
 )
-from ...analyze.records.mesh_places import mesh_places
-from ...analyze.records.read_record import Record
+from ...analyze.records.read_record import Record, mesh_places
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...plurals import named_ranks
 from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, Op, State

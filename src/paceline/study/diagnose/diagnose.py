@@ -36,9 +36,9 @@ from ...analyze.diagnosis.rungs import RungResult, Waterfall, waterfall
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
+from ...analyze.figures.sharded_blocks import sharded_model
 from ...analyze.figures.step_work import Roofline, on_roofline
 from ...analyze.records.state_timeline import STATES
-from ...analyze.sharding.sharded_model import sharded_model
 from ...cost.machine.machine_file import Machine
 from ...knobs.settings import Setting, write_settings
 from ...plurals import counted, named_ranks

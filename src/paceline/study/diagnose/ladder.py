@@ -25,8 +25,7 @@ from ...analyze.diagnosis.ladder_results import (
 from ...analyze.diagnosis.rare_events import survey
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rungs import EndedError, RungResult, measure_rung
-from ...analyze.figures.report import analyse_with_window
-from ...analyze.records.child_processes import untracked_training
+from ...analyze.figures.report import analyse_with_window, untracked_training
 from ...analyze.records.load_run import Run
 from ...analyze.records.operator_file import OperatorFiles, read_operator_files
 from ...plurals import counted

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...analyze.reference.goal import parse_goal
+from ...analyze.reference.metric import parse_goal
 from ...analyze.scaling.study_model import MAX_RANKS, MAX_SIZES
 from ...cost.layout import Layout
 from ...launch.guard.request import parse_metric

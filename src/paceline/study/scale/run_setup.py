@@ -14,7 +14,7 @@ import numpy as np
 
 from ...analyze.records.load_run import Run
 from ...analyze.records.state_timeline import find_window
-from ...analyze.reference.goal import Goal, parse_goal
+from ...analyze.reference.metric import Goal, parse_goal
 from ...analyze.reference.reference_file import RECORD_FILE, read_reference
 from ...analyze.reference.series import Series
 from ...analyze.scaling.figures_of_run import figures_of_run, recorded_batch

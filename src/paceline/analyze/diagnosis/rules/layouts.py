@@ -6,13 +6,15 @@ from typing import Any
 from ....cost.machine.units import size
 from ....plurals import counted
 from ...figures.process_groups import Collective, Group
-from ...sharding.block_exchange import (
+from ...figures.sharded_blocks import (
     BACKWARD_GATHER,
     FORWARD_GATHER,
+    GATHERS,
     REDUCTION,
     TENSOR,
+    describe_blocks,
+    exposed_s,
 )
-from ...sharding.sharded_model import GATHERS, describe_blocks, exposed_s
 from ..descriptions import COMMUNICATION, CauseKind, Indicator
 from ..evidence import Evidence, NamedCause
 

@@ -107,11 +107,7 @@ def noisy(e: Evidence, lost: float = 0.0, ranks: int = 1) -> NamedCause | None:
         f"other programs use {e.foreign_busy_cores:.1f} of the job's cores, and its ranks wait for "
         f"a core {100 * e.cpu_wait_share:.0f} % of the time"
     )
-    return (
-        NOISY,
-        sentence,
-        {"foreign_cores": e.foreign_busy_cores, "delayed": e.cpu_wait_share},
-    )
+    return (NOISY, sentence, {"foreign_cores": e.foreign_busy_cores, "delayed": e.cpu_wait_share})
 
 
 def foreign_delay_share(e: Evidence) -> float:
@@ -292,9 +288,7 @@ def _waits_for_other_programs(e: Evidence) -> float:
 
 
 ONE_THREAD = Experiment(
-    "one thread",
-    "silent",
-    "all ranks, batches in memory, no communication, one thread per rank",
+    "one thread", "silent", "all ranks, batches in memory, no communication, one thread per rank"
 )
 
 CAUSES = (

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...reference.goal import Goal, parse_goal
+from ...reference.metric import Goal, parse_goal
 from ..derived import Estimate, estimate, throughput
 from ..study_model import ScalingStudy, SizePoint
 from .batch_advice import noise_figures, noise_of_runs

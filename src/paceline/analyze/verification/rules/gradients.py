@@ -198,13 +198,13 @@ def accumulation(joined: JoinedRuns) -> Iterator[Finding]:
 
 def rate_ratio(joined: JoinedRuns) -> float:
     """Return the first learning rate on N ranks, relative to that on one; 1 if unknown."""
-    single = joined.single
+    single = joined.runs.single
     if single is None or not single.optimizers or not joined.ranks[0].optimizers:
         return 1.0
-    ours, theirs = joined.ranks[0].optimizers[0], single.optimizers[0]
-    if not ours.initial_rates or not theirs.initial_rates or not theirs.initial_rates[0]:
+    of_ranks, alone = joined.ranks[0].optimizers[0], single.optimizers[0]
+    if not of_ranks.initial_rates or not alone.initial_rates or not alone.initial_rates[0]:
         return 1.0
-    return ours.initial_rates[0] / theirs.initial_rates[0]
+    return of_ranks.initial_rates[0] / alone.initial_rates[0]
 
 
 def is_compensated(joined: JoinedRuns) -> bool:
@@ -222,18 +222,18 @@ def is_compensated(joined: JoinedRuns) -> bool:
 
 def _loss_ratio(joined: JoinedRuns, one: Exchange) -> float | None:
     """Return the same for one step; None if the loss function is not known."""
-    ours, theirs = _weight(one), _replayed_weight(joined, one)
+    weight, replayed = _weight(one), _replayed_weight(joined, one)
     backwards = one.step.backwards[0]
     if all(b.reduction in SUM_REDUCTIONS and is_plain_sum(b) for b in backwards):
         # One process would sum over the samples of all ranks, too. A scale by hand is in both.
         return one.factor * _scale_by_hand(one)
-    if ours is None:
+    if weight is None:
         return None
-    if theirs is not None and theirs > 0:
-        return one.multiple * ours / theirs
+    if replayed is not None and replayed > 0:
+        return one.multiple * weight / replayed
     count = max(len(backwards), 1)
-    expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
-    known = ours if is_near(ours, 1 / joined.size) or is_near(ours, joined.size) else expected
+    expected = min((1.0, float(count)), key=lambda one: abs(one - weight))
+    known = weight if is_near(weight, 1 / joined.size) or is_near(weight, joined.size) else expected
     return one.multiple * known / expected
 
 

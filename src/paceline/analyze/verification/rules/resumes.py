@@ -335,10 +335,10 @@ def _places(joined: JoinedRuns, rank: int, samples: list[Sample]) -> list[tuple[
     """Return epoch and batch of all batches that have these samples."""
     found = set()
     for at, one in enumerate(joined.unbroken_training[0].passes):
-        made = one.ranks.get(rank)
-        if made is None:
+        own = one.ranks.get(rank)
+        if own is None:
             continue
-        plan: Sequence[Sequence[Sample]] = made.facts.planned or [*map(_samples, made.batches)]
+        plan: Sequence[Sequence[Sample]] = own.facts.planned or [*map(_samples, own.batches)]
         found |= {(at, number) for number, batch in enumerate(plan) if list(batch) == samples}
     return sorted(found)
 

@@ -2,16 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
-from typing import Any
+from itertools import combinations
 
-from ....observe.facts.samples import BatchFacts, Phase
+from ....observe.facts.samples import Phase
 from ..joined_runs import JoinedRuns, ranks_text
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
-from ..passes import RankPass, Sample, Stream, streams
+from ..passes import DISTINCT, LEAST_SAMPLES, MIN_PERIOD, Sample, Stream, is_regular, streams
 
-DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
-LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
 MIN_UNIQUE_SHARE = (
     0.98  # of the samples of a rank: then equal ones on several ranks are no coincidence
 )
@@ -19,13 +16,11 @@ MIN_REPEATED_SHARE = 0.25  # of the batches, that occur again
 NEARLY_ALL = 0.9
 MISSING = 0.1  # of the samples of a stream
 LEAST_KEPT = 4  # batches that are trained again
-MIN_PERIOD = 3  # batches of an epoch, without which an order can't be told
 MIN_SHARED_SHARE = 0.1  # of the samples of two ranks
 MOST_OF_BATCHES = 0.9  # of the batches or samples
 OVERLAP = 0.02  # of the samples of an epoch
 REDRAWN = 0.02  # of the samples that a sampler with replacement draws again on one rank
 BY_BATCH = ("batch", "shard")  # samplers that give ranks whole batches (accelerate)
-CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # samplers that leave out
 EXACT_SAMPLERS = ("sequentialsampler", "randomsampler")  # mean the whole dataset
 GATHERS = ("allgather", "gather")
 
@@ -103,7 +98,7 @@ def repeated_or_missing(joined: JoinedRuns) -> Iterator[Finding]:
 def epoch_not_set(joined: JoinedRuns) -> Iterator[Finding]:
     """Find a random order that is the same in all epochs."""
     for stream in joined.training:
-        known = [order for one in stream.passes if (order := _order(stream, one.first))]
+        known = [order for one in stream.passes if (order := stream.order(one.first))]
         if len(known) < 2 or any(order != known[0] for order in known):
             continue
         loader = stream.first.loader
@@ -166,10 +161,10 @@ def _same_batches(stream: Stream, joined: JoinedRuns) -> Finding | None:
 
 def _share_of_equal_batches(stream: Stream, one: int, two: int) -> float:
     equal = compared = seen = 0
-    for made in stream.passes:
-        if one not in made.ranks or two not in made.ranks:
+    for joint in stream.passes:
+        if one not in joint.ranks or two not in joint.ranks:
             continue
-        a, b = made.ranks[one], made.ranks[two]
+        a, b = joint.ranks[one], joint.ranks[two]
         for first, second in zip(a.batches, b.batches, strict=False):
             left = stream.samples(first, a.loader)
             right = stream.samples(second, b.loader)
@@ -188,14 +183,6 @@ def _identify(samples: Sequence[Sample]) -> bool:
     return len(set(samples)) >= max(DISTINCT * len(samples), 1)
 
 
-def _padding(stream: Stream) -> int:
-    """Return how many samples a sampler may repeat, or leave out, to give ranks equal parts."""
-    batch = stream.first.loader.batch_size or max(
-        (one.samples for one in stream.first.batches), default=1
-    )
-    return stream.size * batch - 1
-
-
 def _repeated(
     joined: JoinedRuns, stream: Stream, plans: Sequence[dict[int, list[int]]]
 ) -> Iterator[Finding]:
@@ -208,13 +195,13 @@ def _repeated(
     is_padded_by_batch = loader.batch_size is None or any(
         word in loader.sampler.lower() for word in BY_BATCH
     )
-    padding = _padding(stream) if is_padded_by_batch else stream.size - 1
+    padding = stream.padding if is_padded_by_batch else stream.size - 1
     if extra <= padding and max(counts.values()) <= 2:
         return
     uniform = min(counts.values())
     total = sum(map(len, plan.values()))
     draws_again = sum(within.values()) >= max(REDRAWN * total, 1)
-    if (draws_again or _chooses(stream)) and uniform < 2:
+    if (draws_again or stream.chooses) and uniform < 2:
         return  # a sampler that draws samples again
     if across < OVERLAP * total and sum(within.values()) < OVERLAP * total:
         return
@@ -239,7 +226,7 @@ def _missing(
 ) -> Iterator[Finding]:
     loader = stream.first.loader
     length = loader.root_length if stream.has_root else loader.dataset_length
-    if length is None or _chooses(stream) or (stream.has_root and not stream.is_by_rank):
+    if length is None or stream.chooses or (stream.has_root and not stream.is_by_rank):
         return
     sets = [set().union(*map(set, plan.values())) for plan in plans]
     ever = set().union(*sets)
@@ -248,13 +235,13 @@ def _missing(
         return  # drawn with replacement
     never = length - len(ever)
     each = length - max(map(len, sets))
-    allowed = _padding(stream)
+    allowed = stream.padding
     is_split = "distributed" in loader.sampler.lower()
     fixed = len(sets) > 1 and all(one == sets[0] for one in sets)
     if each > allowed and is_split:
         missing, when, trained = each, "in an epoch", sets[0]
-    elif (never > allowed and (fixed or is_regular(_order(stream, stream.first)))) or (
-        never > 0 and fixed and (stream.is_by_rank or _is_shuffled(stream))
+    elif (never > allowed and (fixed or is_regular(stream.order(stream.first)))) or (
+        never > 0 and fixed and (stream.is_by_rank or stream.is_shuffled)
     ):
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
@@ -275,32 +262,6 @@ def _missing(
         values={"missing": missing, "samples": length},
         nature=Nature.QUESTION if is_remainder else None,
     )
-
-
-def _is_shuffled(stream: Stream) -> bool:
-    """Return whether the epochs have different random orders."""
-    orders = [_order(stream, one.first) for one in stream.passes]
-    are_random = all(order and not is_regular(order) for order in orders)
-    return are_random and any(order != orders[0] for order in orders)
-
-
-def _chooses(stream: Stream) -> bool:
-    """Return whether the sampler leaves out or repeats samples on purpose, by its name."""
-    return any(word in stream.first.loader.sampler.lower() for word in CHOOSING)
-
-
-def _order(stream: Stream, made: RankPass) -> list[Sample]:
-    """Return the samples of a pass in order: the planned ones, else those that were read.
-
-    Samples of a stream are known by their contents, if these differ.
-    """
-    if made.loader.is_iterable:
-        read = stream.read(made)
-        return read if len(set(read)) >= max(DISTINCT * len(read), LEAST_SAMPLES) else []
-    if made.planned is not None:
-        return [*made.planned]
-    is_known = all(batch.indices is not None for batch in made.batches)
-    return [at for batch in made.batches for at in batch.indices or []] if is_known else []
 
 
 def same_order(joined: JoinedRuns) -> Iterator[Finding]:
@@ -333,26 +294,26 @@ def kept_batches(joined: JoinedRuns) -> Iterator[Finding]:
     loaders = [one for one in joined.training if one.first.loader.dataset]
     again = [one for one in joined.training if not one.first.loader.dataset]
     for stream in loaders:
-        made = stream.first
-        if len(stream.passes) > 1 or not again or is_regular(made.planned or []):
+        first = stream.first
+        if len(stream.passes) > 1 or not again or is_regular(first.planned or []):
             continue
         rank = min(stream.passes[0].ranks)
-        kept = {tuple(column) for batch in made.batches for column in batch.contents}
+        kept = {tuple(column) for batch in first.batches for column in batch.contents}
         later = again[0].passes[0].ranks.get(rank)
         trained = later.batches if later is not None else []
         equal = [one for one in trained if kept & {tuple(column) for column in one.contents}]
         if len(equal) < max(
-            LEAST_KEPT, MIN_REPEATED_SHARE * len(made.batches), NEARLY_ALL * len(trained)
+            LEAST_KEPT, MIN_REPEATED_SHARE * len(first.batches), NEARLY_ALL * len(trained)
         ):
             continue
         yield Finding(
             MISTAKES["epoch-not-set"],
-            [made.facts.line, *again[0].lines, made.loader.line],
-            f"Rank {rank} reads one pass of {len(made.batches)} batches, and then trains the same "
+            [first.facts.line, *again[0].lines, first.loader.line],
+            f"Rank {rank} reads one pass of {len(first.batches)} batches, and then trains the same "
             f"batches again, {len(equal)} in the steps that were observed: later epochs have the "
             "order and the augmentation of the first one. itertools.cycle and a list of a loader's "
             "batches do so.",
-            values={"batches": len(made.batches), "again": len(equal)},
+            values={"batches": len(first.batches), "again": len(equal)},
             remedy="iterate over the loader in each epoch, after set_epoch of its sampler",
         )
 
@@ -360,8 +321,8 @@ def kept_batches(joined: JoinedRuns) -> Iterator[Finding]:
 def without_loader(joined: JoinedRuns) -> Iterator[Finding]:
     """Find samples that all ranks train, or none does, where a script has no loader."""
     for stream in joined.training:
-        made, line = stream.passes[0].ranks, stream.first.loader.sampler_seed_line
-        epochs = [until_again(stream, rank, one.batches) for rank, one in made.items()]
+        by_rank, line = stream.passes[0].ranks, stream.first.loader.sampler_seed_line
+        epochs = [stream.until_again(rank, one.batches) for rank, one in by_rank.items()]
         if stream.first.loader.dataset or len(stream.loaders) < joined.size or not all(epochs):
             continue
         common = set.intersection(*map(set, epochs))
@@ -376,10 +337,10 @@ def without_loader(joined: JoinedRuns) -> Iterator[Finding]:
                 remedy="give each rank a part of one order that is the same on all ranks",
             )
         of_one = stream_of_one(joined, stream)
-        whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
-        ever = {one for each in made.values() for one in stream.read(each)}
+        whole = set(of_one.until_again(0, of_one.first.batches)) if of_one else set()
+        ever = {one for each in by_rank.values() for one in stream.read(each)}
         missing = len(whole - ever) * (len(ever & whole) >= MIN_UNIQUE_SHARE * len(ever))
-        largest = max(batch.samples for one in made.values() for batch in one.batches)
+        largest = max(batch.samples for one in by_rank.values() for batch in one.batches)
         if missing > joined.size * largest:  # else a remainder
             yield Finding(
                 MISTAKES["samples-never-trained"],
@@ -403,20 +364,6 @@ def stream_of_one(joined: JoinedRuns, stream: Stream) -> Stream | None:
         ),
         None,
     )
-
-
-def until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> list[Sample]:
-    """Return the samples of the first batches until one occurs again; [] if none does.
-
-    Empty also if there are fewer batches than an epoch has at least.
-    """
-    seen: dict[Sample, None] = {}
-    for number, batch in enumerate(batches):
-        samples = stream.samples(batch, stream.loaders[rank]) or []
-        if any(one in seen for one in samples):
-            return list(seen) if number >= MIN_PERIOD else []
-        seen.update(dict.fromkeys(samples))
-    return []
 
 
 def by_contents(joined: JoinedRuns, stream: Stream) -> Iterator[Finding]:
@@ -512,14 +459,6 @@ def _repeated_batches(stream: Stream) -> Iterator[Finding]:
         )
 
 
-def is_regular(order: Sequence[Any]) -> bool:
-    """Return whether an order is not random: it goes up, but for a return to the start."""
-    if len(order) < LEAST_SAMPLES:
-        return True
-    falls = sum(bool(after <= before) for before, after in pairwise(order))
-    return falls <= max(1, len(order) // 20)
-
-
 def coverage(joined: JoinedRuns) -> Iterator[Finding]:
     """Find validation passes that count samples several times, or leave some out.
 
@@ -549,7 +488,7 @@ def _by_position(stream: Stream) -> dict[int, list[int]] | None:
 def _evaluated_by_one(joined: JoinedRuns, stream: Stream) -> tuple[dict[int, list[Sample]], int]:
     """Return the samples by rank, and how many one process evaluates; {} and 0 if unknown."""
     of_one, first = stream_of_one(joined, stream), stream.passes[0].ranks
-    if of_one is None or not all(map(_is_whole, (*first.values(), of_one.first))):
+    if of_one is None or not all(one.is_whole for one in (*first.values(), of_one.first)):
         return {}, 0
     expected = of_one.read(of_one.first)
     read = {rank: stream.read(one) for rank, one in first.items()}
@@ -557,10 +496,6 @@ def _evaluated_by_one(joined: JoinedRuns, stream: Stream) -> tuple[dict[int, lis
     is_known = len(whole) >= max(MIN_UNIQUE_SHARE * len(expected), LEAST_SAMPLES)
     is_same = len(union & whole) >= MIN_UNIQUE_SHARE * len(union)
     return (read, len(whole)) if is_known and is_same else ({}, 0)
-
-
-def _is_whole(one: RankPass) -> bool:
-    return one.facts.is_complete or (one.facts.is_read and not one.facts.skipped)
 
 
 def _root_length(joined: JoinedRuns, stream: Stream) -> int:

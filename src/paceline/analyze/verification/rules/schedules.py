@@ -95,50 +95,50 @@ def _lines(joined: JoinedRuns, step: JointStep) -> list[str]:
 
 def scaling(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about a learning rate that grows otherwise than the global batch."""
-    single, n = joined.single, joined.size
+    single, n = joined.runs.single, joined.size
     growth = _growth(joined, single) if single is not None and n > 1 else None
     if single is None or growth is None:
         return
     for optimizer in joined.ranks[0].optimizers:
         pairs = [
-            (ours, theirs)
-            for ours, theirs in _rates(joined.ranks[0], single, optimizer.key)
-            if min(ours, theirs) > 0
+            (of_ranks, alone)
+            for of_ranks, alone in _rates(joined.ranks[0], single, optimizer.key)
+            if min(of_ranks, alone) > 0
         ]
         if not pairs:
             continue
-        ours, theirs = max(pairs, key=lambda pair: pair[0] / pair[1])
+        of_ranks, alone = max(pairs, key=lambda pair: pair[0] / pair[1])
         more = f"{growth:.3g} times the global batch"
         schedules = [one for one in joined.ranks[0].schedules if one.optimizer == optimizer.key]
         may_scale_later = any(one.class_name == "LambdaLR" for one in schedules)
         if (
-            isclose(ours, theirs, rel_tol=EQUAL_WITHIN)
+            isclose(of_ranks, alone, rel_tol=EQUAL_WITHIN)
             and growth > 1 + EQUAL_LENGTHS
             and not may_scale_later
         ):
-            kind, text = "not-scaled", f"{ours:.6g} on one rank and on {n}, with {more}: is "
-            text += f"{ours * growth:.6g} wanted?"
-        elif ours / theirs > growth * (1 + EQUAL_LENGTHS):
-            kind, text = "scaled-twice", f"{ours:.6g} on {n} ranks and {theirs:.6g} on one: "
-            text += f"{ours / theirs:.3g} times as large, with {more}. Is this wanted?"
+            kind, text = "not-scaled", f"{of_ranks:.6g} on one rank and on {n}, with {more}: is "
+            text += f"{of_ranks * growth:.6g} wanted?"
+        elif of_ranks / alone > growth * (1 + EQUAL_LENGTHS):
+            kind, text = "scaled-twice", f"{of_ranks:.6g} on {n} ranks and {alone:.6g} on one: "
+            text += f"{of_ranks / alone:.3g} times as large, with {more}. Is this wanted?"
         else:
             continue
         yield Finding(
             MISTAKES[f"learning-rate-{kind}"],
             [*(s.line for s in schedules if s.peaks), optimizer.line, *(s.line for s in schedules)],
             f"The learning rate is {text}",
-            values={"rate": ours, "rate_of_one": theirs, "growth": growth},
+            values={"rate": of_ranks, "rate_of_one": alone, "growth": growth},
         )
 
 
-def _rates(ours: RankFacts, theirs: RankFacts, key: int) -> Iterator[tuple[float, float]]:
+def _rates(of_ranks: RankFacts, alone: RankFacts, key: int) -> Iterator[tuple[float, float]]:
     """Yield learning rates of an optimizer on N ranks, each with that of one rank.
 
     They are the largest ones of schedules that were made with them. Else they are those with which
     the optimizer was made, those of the first step, and larger ones of later steps: one rank has
     smaller ones both in the same step and at the same share of an epoch.
     """
-    runs = (ours, theirs)
+    runs = (of_ranks, alone)
     peaks = [[x.peaks for x in one.schedules if x.optimizer == key and x.peaks] for one in runs]
     if all(peaks):
         for rows in zip(*peaks, strict=False):
@@ -158,24 +158,24 @@ def _rates(ours: RankFacts, theirs: RankFacts, key: int) -> Iterator[tuple[float
 
 def schedule_length(joined: JoinedRuns) -> Iterator[Finding]:
     """Ask about schedules that have another length in epochs on N ranks than on one."""
-    single = joined.single
+    single = joined.runs.single
     if single is None or joined.size < 2:
         return
-    ours, theirs = epoch_steps(joined.ranks[0]), epoch_steps(single)
-    if not ours or not theirs:
+    of_ranks, alone = epoch_steps(joined.ranks[0]), epoch_steps(single)
+    if not of_ranks or not alone:
         return
     for schedule, other in zip(joined.ranks[0].schedules, single.schedules, strict=False):
-        yield from _of_lengths(joined.size, schedule, other, ours, theirs)
+        yield from _of_lengths(joined.size, schedule, other, of_ranks, alone)
     for optimizer in joined.ranks[0].optimizers:
         schedules = [x for x in joined.ranks[0].schedules if x.optimizer == optimizer.key]
         if not any(one.lengths for one in schedules):
-            yield from _of_rates(joined, single, optimizer, schedules, ours, theirs)
+            yield from _of_rates(joined, single, optimizer, schedules, of_ranks, alone)
 
 
 def _of_lengths(
-    n: int, schedule: ScheduleFacts, other: ScheduleFacts, ours: float, theirs: float
+    n: int, schedule: ScheduleFacts, other: ScheduleFacts, of_ranks: float, alone: float
 ) -> Iterator[Finding]:
-    """Compare the lengths with which a schedule was made. ours, theirs: Steps of an epoch."""
+    """Compare the lengths with which a schedule was made. of_ranks, alone: Steps of an epoch."""
     calls, their_calls = calls_per_step(schedule), calls_per_step(other)
     if schedule.class_name != other.class_name or calls is None or their_calls is None:
         return
@@ -185,15 +185,15 @@ def _of_lengths(
         for both in zip(lengths, other.lengths.get(name, []), strict=False)
     ]
     for name, length, their_length in pairs[::-1]:
-        epochs, of_one = length / calls / ours, their_length / their_calls / theirs
+        epochs, of_one = length / calls / of_ranks, their_length / their_calls / alone
         if of_one < 1 - EQUAL_LENGTHS or abs(epochs / of_one - 1) <= EQUAL_LENGTHS:
             continue  # shorter than an epoch: a warm-up with a number of steps
         yield Finding(
             MISTAKES["schedule-counts-other-steps"],
             [schedule.line, *schedule.step_lines[:1]],
             f"{schedule.class_name} has {name} = {length} on {n} ranks, which is "
-            f"{epochs:.3g} epochs of {ours:.0f} steps, and {their_length} on one, "
-            f"which is {of_one:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
+            f"{epochs:.3g} epochs of {of_ranks:.0f} steps, and {their_length} on one, "
+            f"which is {of_one:.3g} epochs of {alone:.0f} steps. Is the number of epochs "
             "another one on more ranks?",
             values={"length": length, "epochs": epochs, "epochs_of_one": of_one},
         )
@@ -204,12 +204,12 @@ def _of_rates(
     single: RankFacts,
     optimizer: OptimizerFacts,
     schedules: list[ScheduleFacts],
-    ours: float,
-    theirs: float,
+    of_ranks: float,
+    alone: float,
 ) -> Iterator[Finding]:
     """Compare the epochs in which the learning rates of functions of the step change as much.
 
-    A warm-up with a number of steps is the same in these steps. ours, theirs: Steps of an epoch.
+    A warm-up with a number of steps is the same in these steps. of_ranks, alone: Steps of an epoch.
     """
     for group in range(len(optimizer.initial_rates)):
         changes = [_changes(one, optimizer.key, group) for one in (joined.ranks[0], single)]
@@ -218,7 +218,7 @@ def _of_rates(
         if not level > EQUAL_WITHIN or len(set(is_rising)) > 1:
             continue
         taken = [float(np.interp(level, abs(each), np.arange(len(each)))) for each in changes]
-        epochs = (taken[0] / ours, taken[1] / theirs)
+        epochs = (taken[0] / of_ranks, taken[1] / alone)
         are_equal_steps = isclose(*taken, rel_tol=EQUAL_LENGTHS)
         ratio = max(epochs) / max(min(epochs), 1e-30)
         if min(taken) < MIN_STEPS or ratio < MIN_RATIO or (is_rising[0] and are_equal_steps):
@@ -229,8 +229,8 @@ def _of_rates(
             [*lines, *optimizer.rate_lines, optimizer.line],
             f"The learning rate {'rises' if is_rising[0] else 'falls'} by {percent(level)} of its "
             f"initial value within {taken[0]:.3g} steps on {joined.size} ranks, which is "
-            f"{epochs[0]:.3g} epochs of {ours:.0f} steps, and within {taken[1]:.3g} steps on one, "
-            f"which is {epochs[1]:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
+            f"{epochs[0]:.3g} epochs of {of_ranks:.0f} steps, and within {taken[1]:.3g} steps on "
+            f"one, which is {epochs[1]:.3g} epochs of {alone:.0f} steps. Is the number of epochs "
             "another one on more ranks?",
             values={"steps": taken[0], "epochs": epochs[0], "epochs_of_one": epochs[1]},
         )
@@ -255,9 +255,9 @@ def _changes(facts: RankFacts, key: int, group: int) -> NDArray[np.float64]:
 
 def _growth(joined: JoinedRuns, single: RankFacts) -> float | None:
     """Return the samples of a step of N ranks, relative to those of the script on one."""
-    ours, theirs = next(iter(joined.steps), None), next(joint_steps([single]), None)
-    of_one = sum(theirs.samples) if theirs is not None else 0
-    return sum(ours.samples) / of_one if ours is not None and of_one else None
+    of_ranks, alone = next(iter(joined.steps), None), next(joint_steps([single]), None)
+    of_one = sum(alone.samples) if alone is not None else 0
+    return sum(of_ranks.samples) / of_one if of_ranks is not None and of_one else None
 
 
 def epoch_steps(facts: RankFacts) -> float:
