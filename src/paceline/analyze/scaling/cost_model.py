@@ -162,8 +162,8 @@ def _fit(
     if terms:
         space = np.linalg.qr(scaled)[0]
         if np.linalg.cond(scaled) > _MAX_CONDITION or any(
-            one.shape == space.shape and np.abs(one @ one.T - space @ space.T).max() < _SAME
-            for one in seen
+            basis.shape == space.shape and np.abs(basis @ basis.T - space @ space.T).max() < _SAME
+            for basis in seen
         ):
             return None
         seen.append(space)
@@ -184,12 +184,7 @@ USUAL_HALF_BYTES = 256 << 10
 MIN_TERM_WEIGHT = 0.3  # of all candidates, those with a term: then its parameter is shown
 _LEAST = 1e-12
 
-STEP, SAMPLE, SHARED, CROWD = (
-    "a step",
-    "a sample",
-    "a sample and rank of the node",
-    "a lacking core",
-)
+STEP, SAMPLE, SHARED = "a step", "a sample", "a sample and rank of the node"
 ALL_SAMPLES, DIVIDED, RANKS = "a sample of all ranks", "divided among the ranks", "a rank"
 LATE, LATE_SAMPLE = "lateness", "lateness a sample"
 FIXED, FIXED_SAMPLE = "one late rank", "one late rank a sample"
@@ -323,7 +318,7 @@ def place_of(costs: SizeCosts) -> Place:
 
 def fit_cost_model(costs: Sequence[SizeCosts]) -> CostModel:
     """Fit every part to the measured sizes, of both kinds of scaling together."""
-    ordered = sorted(costs, key=lambda one: (one.ranks, one.batch))
+    ordered = sorted(costs, key=lambda size: (size.ranks, size.batch))
     late = _lateness(ordered)
     rows = [model_terms(place_of(size), size.cores, late) for size in ordered]
     fits = {}
@@ -369,7 +364,7 @@ def _lateness(costs: Sequence[SizeCosts]) -> list[float]:
     if count < 3 or rare > largest.parts[JITTER]:
         return []
     spread = float(np.std(np.interp(np.linspace(0, 1, 1000), np.linspace(0, 1, count), quantiles)))
-    return [one / spread for one in quantiles] if spread > 0 else []
+    return [quantile / spread for quantile in quantiles] if spread > 0 else []
 
 
 def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[str, float]:

@@ -109,7 +109,7 @@ def analyse_kind(study: ScalingStudy, kind: str) -> KindAnalysis | None:
 
 def _costs_of_kind(study: ScalingStudy, kind: str) -> list[SizeCosts]:
     found = [size_costs(point) for point in study.of_kind(kind)]
-    return [one for one in found if one is not None]
+    return [size for size in found if size is not None]
 
 
 def place_at(costs: Sequence[SizeCosts], kind: str, ranks: int) -> Place:

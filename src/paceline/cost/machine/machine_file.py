@@ -190,6 +190,17 @@ class HostFacts:
             raise ValueError(f"mask = {shorten(self.mask)} is not a list of cores such as '0-3,8'")
 
     @property
+    def counts(self) -> dict[str, int]:
+        """The known numbers of its parts, by what they are called in messages."""
+        known = {
+            "sockets": self.sockets,
+            "cores": self.cores,
+            "hardware threads": self.threads,
+            "NUMA nodes": self.numa_nodes,
+        }
+        return {what: count for what, count in known.items() if count is not None}
+
+    @property
     def cpus(self) -> list[int]:
         """Hardware threads of the mask."""
         return parse_ranges(self.mask)

@@ -69,7 +69,7 @@ def _string(text: str) -> str:
     return '"' + "".join(map(_character, text)) + '"'
 
 
-def _character(one: str) -> str:
-    if one in _SHORT:
-        return _SHORT[one]
-    return f"\\u{ord(one):04x}" if ord(one) < 32 or ord(one) == 127 else one
+def _character(character: str) -> str:
+    if character in _SHORT:
+        return _SHORT[character]
+    return f"\\u{ord(character):04x}" if ord(character) < 32 or ord(character) == 127 else character

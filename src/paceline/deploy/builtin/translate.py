@@ -10,10 +10,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.nn import functional
 
-# The modules of rules register them when they are imported.
-from . import rules_of_values as rules_of_values
-from .operations import CONVOLUTION, LINEAR, MATRICES, POOL, POOLS, SOFTMAX, Operation
-from .rules_of_values import binary, normalize
+from .operations import CONVOLUTION, LINEAR, MATRICES, POOL, POOLS, Operation
+from .rules_of_values import binary, normalize, softmax  # registers its rules, too
 from .translation import Builtin, Translation, rule, three
 from .values import (
     UnsupportedError,
@@ -33,15 +31,7 @@ from .values import (
 # Rules for operators that move elements, and for those that do nothing at inference.
 
 
-@rule(
-    "dropout",
-    "alpha_dropout",
-    "feature_dropout",
-    "clone",
-    "contiguous",
-    "detach",
-    "alias",
-)
+@rule("dropout", "alpha_dropout", "feature_dropout", "clone", "contiguous", "detach", "alias")
 def _same(t: Translation, node: Node) -> Value:
     if "dropout" in str(node.target) and t.argument(node, 2):
         raise UnsupportedError("dropout in training mode")
@@ -257,10 +247,7 @@ def _attention(t: Translation, node: Node) -> Value:
     query = binary(t, "multiply", query, torch.tensor(scale, dtype=t.dtype), query.shape)
     last = len(key.shape) - 1
     scores = matrices(t, query, permute(t.built, key, [*range(last - 1), last, last - 1]))
-    k = scores.shape[-1]
-    words: list[int | float] = [scores.elements // k, k, 0.0]
-    slot = t.built.add(SOFTMAX, 0, scores.slot, scores.elements, words)
-    return matrices(t, Value(slot, scores.shape), value)
+    return matrices(t, softmax(t, scores), value)
 
 
 def _geometry(
@@ -329,8 +316,9 @@ def _conv(t: Translation, node: Node) -> Value:
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _conv_transpose(t: Translation, node: Node) -> Value:
-    """Same as a convolution with the weights turned round, of the values with ``stride`` - 1 zeros
-    between them."""
+    """Translate into a convolution with flipped weights, of the values with ``stride`` - 1 zeros
+    between them.
+    """
     rank = int(str(node.target).split(".")[1][14])
     _unbatched(t, node, rank)
     weight, bias = t.constant(node, 1), t.constant(node, 2, "bias")

@@ -157,7 +157,7 @@ class Translation:
         return found
 
     def argument(self, node: Node, position: int, name: str = "", default: Any = None) -> Any:
-        """Return an argument by position or name, as it stands in the graph."""
+        """Return an argument of the node by position or name."""
         if position < len(node.args):
             return node.args[position]
         return node.kwargs.get(name, default)
