@@ -17,7 +17,7 @@ from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.report.verdict.of_verification import exit_code
 from paceline.report.verification_document import as_json
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify.verify import run_verification
+from paceline.study.verify import run_verification
 
 
 def answer_of(file: Path) -> tuple[int, str, float]:

@@ -167,7 +167,7 @@ def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Find
     """Analyse a study; sizes that are too few leave parts of the result empty.
 
     Args:
-        proposals: Remedies of ``predict.scaling``; None: none are told.
+        proposals: Remedies of ``predict.remedies``; None: none are told.
     """
     found = Findings()
     has_cost_model = False

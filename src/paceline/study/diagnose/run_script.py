@@ -12,7 +12,7 @@ from typing import Any
 from ...analyze.records.load_run import Run
 from ...plurals import counted
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
-from ..script_runs.deadline import Deadline
+from ..script_runs.run_process import Deadline
 from ..trials import ScriptRequest, Trials, TrialSpec, on_first_host
 
 OUT_OF_TIME = "the time budget was used up"

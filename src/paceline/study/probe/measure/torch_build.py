@@ -9,10 +9,7 @@ from ....cluster.topology.topology import read_sysfs
 
 CAPABILITY_VARIABLE = "ATEN_CPU_CAPABILITY"  # limits what PyTorch uses
 # Flags in /proc/cpuinfo that PyTorch requires of a processor, for each capability.
-_X86 = (
-    ("AVX512", {"avx512vl", "avx512bw", "avx512dq", "fma"}),
-    ("AVX2", {"avx2", "fma"}),
-)
+_X86 = (("AVX512", {"avx512vl", "avx512bw", "avx512dq", "fma"}), ("AVX2", {"avx2", "fma"}))
 _SVE256_BYTES = "32"
 _BLAS = {"mkl": "MKL", "open": "OpenBLAS", "nvpl": "NVPL", "accelerate": "Accelerate"}
 
@@ -54,8 +51,8 @@ def library_versions() -> dict[str, str]:
 
 def processor_capability(root: Path = Path("/")) -> str:
     """Return the processor's vector instructions, in PyTorch's words; empty if unknown."""
-    said = read_sysfs(root / "proc/cpuinfo")
-    flags = re.search(r"^(flags|Features)\s*:\s*(.+)$", said, re.MULTILINE)
+    cpuinfo = read_sysfs(root / "proc/cpuinfo")
+    flags = re.search(r"^(flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     if flags is None:
         return ""
     names = set(flags[2].split())
