@@ -11,7 +11,7 @@ from paceline.cli import app
 from paceline.comm.tune.choice import ExchangeSettings
 from paceline.comm.tune.saved_settings import load_settings
 from paceline.cost.machine.machine_file import Figure, HostFacts, Machine, load, save
-from paceline.cost.machine.read_toml import read_toml
+from paceline.cost.machine.toml_files import read_toml
 from paceline.knobs.settings import read, settings_for_script
 from paceline.security.files import InvalidFileError
 from paceline.study.diagnose.diagnose import (

@@ -15,7 +15,7 @@ from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.rules.ranks import data
 from ..analyze.diagnosis.rungs import Interval
 from ..analyze.figures.pipeline import PipelineFigures
-from ..cost.pipeline import idle_share
+from ..cost.layout import idle_share
 from ..knobs.knob import ALL, FORMULA, LADDER, RECORD, Share, Tried
 from ..knobs.registry import KNOBS
 

@@ -161,7 +161,7 @@ def collate_as_list(samples: list[Any]) -> list[Any]:
 MAX_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
 MAX_SAMPLES = 20_000  # maximum number of samples used
 MIN_SAMPLES = 100  # minimum number of samples: fewer are read too quickly to be timed
-Place = tuple[Path, int, int]  # file, offset, bytes
+Extent = tuple[Path, int, int]  # file, offset, bytes
 KINDS: dict[type, str] = {Files: "files", StoredArrays: "store", Shards: "packed"}
 
 
@@ -197,7 +197,7 @@ def samples_to_measure(data: Any) -> int:
     )
 
 
-def places(data: Any, feed: LoadRankConfig) -> list[Place]:
+def sample_extents(data: Any, feed: LoadRankConfig) -> list[Extent]:
     """Return the file, offset and bytes of the samples to measure with, in reading order.
 
     A store's files are treated as consecutive chunks that are read in random order.
@@ -215,7 +215,7 @@ def places(data: Any, feed: LoadRankConfig) -> list[Place]:
     return found[: max(MAX_BYTES // each, 1)]
 
 
-def samples_per_place(data: Any) -> int:
+def samples_per_extent(data: Any) -> int:
     """Return the number of samples that are stored together in one place."""
     return data.chunk_samples if isinstance(data, StoredArrays) else 1
 
@@ -228,49 +228,51 @@ def order_of(data: Any, feed: LoadRankConfig) -> list[int]:
 
 
 def measure_storage(
-    data: Any, some: list[Place], seconds: float, notes: list[str]
+    data: Any, extents: list[Extent], seconds: float, notes: list[str]
 ) -> dict[str, Any]:
     """Measure the storage terms; empty if the files can't be dropped from the page cache.
 
     Args:
-        some: Places to read.
+        extents: What to read.
         seconds: Approximate time for each measurement.
         notes: Remarks are appended to it.
     """
-    if not drop_from_cache(some):
+    if not drop_from_cache(extents):
         notes.append("its files are in memory, or in a cache that this host can't empty")
         return {}
-    files, count = isinstance(data, Files), samples_per_place(data)
-    one, one_cpu = _small_reads(some[::2], 1, seconds / 2, files)
-    drop_from_cache(some)
-    many, many_cpu = _small_reads(some, PARALLEL_READS, seconds, files)
-    warm_cpu = _small_reads(some[: max(len(some) // 8, 1)], 1, seconds / 4, files)[1]
-    each = sum(length for _, _, length in some) / len(some)
-    drop_from_cache(some)
+    files, count = isinstance(data, Files), samples_per_extent(data)
+    single_rate, single_cpu_s = _small_reads(extents[::2], 1, seconds / 2, files)
+    drop_from_cache(extents)
+    parallel_rate, parallel_cpu_s = _small_reads(extents, PARALLEL_READS, seconds, files)
+    warm_cpu_s = _small_reads(extents[: max(len(extents) // 8, 1)], 1, seconds / 4, files)[1]
+    each = sum(length for _, _, length in extents) / len(extents)
+    drop_from_cache(extents)
     large = (
         _bandwidth_beside(data, seconds, notes) if files else _large_reads(files_of(data), seconds)
     )
     return {
-        "bandwidth": max(large, many * each),
-        "operations": many * count,
-        "wait_s": max(1 / one - one_cpu, 0.0) / count,
-        "stored_s": max(min(one_cpu, many_cpu) - warm_cpu, 0.0) / count,
+        "bandwidth": max(large, parallel_rate * each),
+        "operations": parallel_rate * count,
+        "wait_s": max(1 / single_rate - single_cpu_s, 0.0) / count,
+        "stored_s": max(min(single_cpu_s, parallel_cpu_s) - warm_cpu_s, 0.0) / count,
     }
 
 
-def drop_from_cache(some: list[Place]) -> bool:
+def drop_from_cache(extents: list[Extent]) -> bool:
     """Drop the files from the page cache; return whether that succeeded."""
-    kept = page_cache.drop_files(sorted({path for path, _, _ in some}))
+    kept = page_cache.drop_files(sorted({path for path, _, _ in extents}))
     return kept is not None and kept < DROPPED
 
 
-def _small_reads(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
-    """Read places with ``count`` threads; return the reads per second and CPU seconds per read."""
-    paths = set() if opens else {path for path, _, _ in some}
+def _small_reads(
+    extents: list[Extent], count: int, seconds: float, opens: bool
+) -> tuple[float, float]:
+    """Read extents with ``count`` threads; return the reads per second and CPU seconds per read."""
+    paths = set() if opens else {path for path, _, _ in extents}
     handles = {path: os.open(path, OPEN_FLAGS) for path in paths}
     end = time.perf_counter() + seconds
 
-    def read(mine: list[Place]) -> int:
+    def read(mine: list[Extent]) -> int:
         buffer, done = ScratchBuffer(), 0
         for path, offset, length in mine:
             file = os.open(path, OPEN_FLAGS) if opens else handles[path]
@@ -284,7 +286,7 @@ def _small_reads(some: list[Place], count: int, seconds: float, opens: bool) -> 
 
     start, used = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(count) as pool:
-        done = sum(pool.map(read, [some[i::count] for i in range(count)]))
+        done = sum(pool.map(read, [extents[i::count] for i in range(count)]))
     took, used = time.perf_counter() - start, time.process_time() - used
     for file in handles.values():
         os.close(file)
@@ -315,14 +317,14 @@ def _bandwidth_beside(data: Files, seconds: float, notes: list[str]) -> float:
 # Loaders running on all ranks at once, without training, to compare a prediction with.
 
 
-def measure_rates(feed: LoadRankConfig, data: Any, some: list[Place], state: str) -> float:
+def measure_rates(feed: LoadRankConfig, data: Any, extents: list[Extent], state: str) -> float:
     """Measure the samples per second of all ranks together, from "storage" or "memory"."""
     stored = state == "storage"
     cores = cores_of_ranks(feed.ranks)
     feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
     if not stored:
         return measure_run(feeds)
-    return measure_run(feeds, lambda: drop_dataset_from_cache(data, some))
+    return measure_run(feeds, lambda: drop_dataset_from_cache(data, extents))
 
 
 def measure_run(feeds: list[LoadRankConfig], before: Callable[[], object] = lambda: None) -> float:
@@ -383,10 +385,10 @@ def end_ranks(running: Running) -> None:
         process.wait()
 
 
-def drop_dataset_from_cache(data: Any, some: list[Place]) -> bool:
+def drop_dataset_from_cache(data: Any, extents: list[Extent]) -> bool:
     """Drop every file that contains samples from the page cache; return whether that succeeded."""
     others = [] if isinstance(data, Files) else files_of(data)
-    return drop_from_cache([*some, *((path, 0, 0) for path in others)])
+    return drop_from_cache([*extents, *((path, 0, 0) for path in others)])
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -402,7 +404,7 @@ MAX_THREADS = 8
 MANY = 10_000
 
 
-def measure_cpu_time(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
+def measure_cpu_time(feed: LoadRankConfig, data: Any, extents: list[Extent]) -> Terms:
     """Measure the CPU seconds per sample and its parts, and the rate of one process on all cores.
 
     The cost per sample is that of one core while the other cores are equally busy. It is measured
@@ -417,7 +419,7 @@ def measure_cpu_time(feed: LoadRankConfig, data: Any, some: list[Place]) -> Term
     scale = core_s / whole_s
     return Terms(
         samples=len(data),
-        bytes=sum(length for _, _, length in some) / len(some) / samples_per_place(data),
+        bytes=sum(length for _, _, length in extents) / len(extents) / samples_per_extent(data),
         cores=len(mine),
         read_s=scale * read_s,
         decode_s=scale * (plain_s - read_s),
@@ -425,7 +427,7 @@ def measure_cpu_time(feed: LoadRankConfig, data: Any, some: list[Place]) -> Term
         alone=samples_s,
         stored_s=scale * first_s,
         kind=KINDS[type(data)],
-        chunk=samples_per_place(data),
+        chunk=samples_per_extent(data),
         decoded=data.array_spec.nbytes if isinstance(data, StoredArrays) else 0.0,
     )
 
@@ -528,16 +530,16 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
             f"{data!r} has too few samples to measure. HINT: use a dataset of {least} or more"
         )
     say(f"{data!r}")
-    some = places(data, feed)
+    extents = sample_extents(data, feed)
     root: Path = data.folder if isinstance(data, (Shards, Files)) else data.path
     root = root if root.is_dir() else root.parent
     filesystem, notes = file_system_type(root), list[str]()
     say("reading from storage")
-    from_disk = measure_storage(data, some, feed.seconds, notes)
+    from_disk = measure_storage(data, extents, feed.seconds, notes)
     if from_disk:  # so that the files are in the page cache as after a first epoch
-        drop_dataset_from_cache(data, some)
+        drop_dataset_from_cache(data, extents)
     say("reading from memory, decoding, transforming")
-    terms = measure_cpu_time(feed, data, some)
+    terms = measure_cpu_time(feed, data, extents)
     first_pass_s = terms.stored_s + from_disk.pop("stored_s", 0.0)
     terms = replace(terms, stored_s=first_pass_s, **from_disk)
     states = ["storage", "memory"] if terms.stored else ["memory"]
@@ -545,7 +547,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     measured = {}
     for state in states:
         say(f"loading on {counted(feed.ranks, 'rank')}, from {state}")
-        measured[state] = measure_rates(feed, data, some, state)
+        measured[state] = measure_rates(feed, data, extents, state)
     proposed = remedies(terms, feed.ranks, feed.threads, terms.stored)
     shard = (
         max((shard.bytes for shard in data.meta.shards), default=0)

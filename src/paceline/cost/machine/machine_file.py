@@ -21,8 +21,7 @@ from ...security.outputs import write_output
 from ..collectives import bus_factor
 from .dataclass_tree import UNLIMITED as UNLIMITED
 from .dataclass_tree import from_tree, shorten, to_tree
-from .read_toml import read_toml
-from .write_toml import dumps
+from .toml_files import dumps, read_toml
 
 VERSION = 1
 MAX_BYTES = 32 << 20  # enough for 100,000 links between hosts

@@ -18,7 +18,7 @@ from ...analyze.rehearsal.facts import (
     place_of,
 )
 from ...analyze.rehearsal.mismatches import find_mismatches
-from ...cost.crossing import crossing_line
+from ...cost.layout import crossing_line
 from ...plurals import format_ranges, named_ranks
 from ..numbers import counted, size
 

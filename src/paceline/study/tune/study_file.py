@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ...cost.layout import Layout
-from ...cost.machine.read_toml import read_toml
+from ...cost.machine.toml_files import read_toml
 from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
 from ...knobs.settings import exclude
 from ...plurals import counted
