@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 from ..analyze.records.load_run import Run, load_run
 from ..knobs.settings import Setting, write_settings
 from ..record.experiments.protect_files import KEPT_FILES_HINT
+from ..record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ..record.ring.states import State
 from ..record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ..security.overlay import VARIABLE, Overlay
@@ -331,6 +332,14 @@ def seed_options(args: Sequence[str], seed: int) -> list[str]:
     A script without {seed} in its arguments gets it by ``PACELINE_SEED_SHIFT``.
     """
     return [] if any(SEED in word for word in args) else ["--env", f"{SEED_SHIFT}={seed}"]
+
+
+def step_limit_options(
+    trials: Trials, steps: int, scratch: Path, branches: bool = False
+) -> list[str]:
+    """Return the options of ``paceline run`` for a run with a ``StepLimit``."""
+    limit = StepLimit(steps, str(scratch), trials.covered, branches)
+    return ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
 
 
 def done_steps(run: Run | None) -> int:

@@ -23,7 +23,8 @@ from ...cluster.topology.local_resources import file_system_type
 from ...cost.import_cost import Load, Packed
 from ...cost.machine.machine_file import SECONDS, Figure
 from ...launch.linux_processes import exit_on_signal, signals_handled
-from ...security.processes import find_program, program_command
+from ...record.ring.resource_usage import bytes_read
+from ...security.processes import find_program, program_command, run_program
 from ...security.removal import TemporaryFolder
 from ..probe.measure import page_cache
 from ..probe.measure.host_facts import free_space
@@ -136,7 +137,7 @@ def _refused(file: Path, error: OSError) -> ValueError:
 
 
 def _squashfs(environment: Environment, part: Path, step: Step) -> None:
-    offered = subprocess.run(program_command("mksquashfs", "-help"), capture_output=True, text=True)
+    offered = run_program("mksquashfs", "-help")
     names = re.findall(r"^\s+(\w+)(?: \(default\))?$", offered.stdout + offered.stderr, re.M)
     kind = next((name for name in COMPRESSIONS if name in names), None)
     words = program_command("mksquashfs", str(environment.prefix), str(part))
@@ -152,7 +153,7 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
         )
         try:
             while process.poll() is None:
-                step(_read_by(process.pid) / max(1, environment.bytes))
+                step(bytes_read(str(process.pid))[0] / max(1, environment.bytes))
                 try:
                     process.wait(LOOK_S)
                 except subprocess.TimeoutExpired:
@@ -166,15 +167,6 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
             code = process.returncode
             ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise OSError(None, f"mksquashfs {ended}: {'; '.join(lines[:2])}")
-
-
-def _read_by(pid: int) -> int:
-    """Return the number of bytes that a process has read; 0 if unknown."""
-    try:
-        with open(f"/proc/{pid}/io") as file:
-            return int(file.readline().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _tar(environment: Environment, part: Path, step: Step) -> None:
@@ -325,14 +317,8 @@ def _open_error(device: str) -> str:
 def _run_command(words: list[str], seconds: float | None) -> str:
     """Run a command; return the reason of a failure in one line, or ""."""
     try:
-        done = subprocess.run(
-            program_command(*words),
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=seconds,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = run_program(*words, seconds=seconds, text="")
+    except OSError as error:
         return f"{words[0]}: {error}"
     if done.returncode == 0:
         return ""

@@ -34,7 +34,6 @@ from ...knobs.learning_rate import UsedOptimizer, used_optimizers
 from ...knobs.loading import ACCUMULATE
 from ...knobs.loading import BATCH as BATCH_KNOB
 from ...plurals import counted
-from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.states import State
 from ..study_folder import (
     SCRATCH_FOLDER,
@@ -44,7 +43,15 @@ from ..study_folder import (
     remove_run,
     remove_scratch,
 )
-from ..trials import NoResultError, ScriptRequest, Trial, Trials, TrialSpec, seed_options
+from ..trials import (
+    NoResultError,
+    ScriptRequest,
+    Trial,
+    Trials,
+    TrialSpec,
+    seed_options,
+    step_limit_options,
+)
 from .plan import (
     DEFAULT_MINUTES,
     FIRST_STEPS,
@@ -135,9 +142,9 @@ class BranchRunner:
 
     def _spec(self, branch: Branch, path: Path) -> TrialSpec:
         request = self.request
-        covered, scratch = self.trials.covered, str(path / SCRATCH_FOLDER)
-        limit = StepLimit(branch.steps, scratch, covered, branches=True)
-        options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
+        options = step_limit_options(
+            self.trials, branch.steps, path / SCRATCH_FOLDER, branches=True
+        )
         options += ["--env", "PACELINE_PROGRESS=0", "--metric", request.metric or BACKWARD]
         options += seed_options(request.args, branch.seed)
         settings = dict(request.settings) | {RATE_KNOB: branch.factor}

@@ -37,7 +37,6 @@ from ...cluster.topology.local_resources import allowed_threads
 from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
 from ...knobs.loading import BATCH as BATCH_KNOB
 from ...plurals import counted, parse_ranges
-from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.recorder import clock_id
 from ...record.ring.states import State
 from ..study_folder import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
@@ -50,6 +49,7 @@ from ..trials import (
     Trials,
     TrialSpec,
     seed_options,
+    step_limit_options,
 )
 from .daemon_processes import DaemonProcesses
 from .plan import filled_in, uses_template
@@ -398,9 +398,7 @@ class SetupRunner:
 
     def _spec(self, begun: "_Begun") -> TrialSpec:
         request, setup, plan, folder = self.request, begun.setup, begun.plan, begun.path
-        covered, scratch = self.trials.covered, folder / SCRATCH_FOLDER
-        limit = StepLimit(plan.steps, str(scratch), covered)
-        options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
+        options = step_limit_options(self.trials, plan.steps, folder / SCRATCH_FOLDER)
         options += [] if plan.steps else target_options(request, begun.repeat)
         settings = dict(request.settings)
         settings |= {LAYOUT_KNOB: setup.layout} if setup.layout else {}
