@@ -155,7 +155,7 @@ def climb_ladder(asked: RunRequest, say: Callable[[str], None]) -> Ladder:
         KeyboardInterrupt: The user interrupted it before anything was measured.
     """
     with Runner(asked, say) as runner:
-        return _Climb(asked, runner).all()
+        return _Climb(asked, runner).run()
 
 
 class _Climb:
@@ -176,7 +176,7 @@ class _Climb:
         self.hypotheses: list[Hypothesis] = []
         self.parts = FailedParts()
 
-    def all(self) -> Ladder:
+    def run(self) -> Ladder:
         found = self._first_run()
         try:
             if found.ended == COMPLETE:
@@ -484,7 +484,7 @@ class _Climb:
         A single rank computes with as many threads as one of several ranks, and rungs that only
         some scripts need are added.
         """
-        self.runner.as_in(run)
+        self.runner.use_threads_of(run)
         facts = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(rank_facts.get("workers", 0) for rank_facts in facts)
         broadcasts = self.parts.compute(

@@ -90,7 +90,7 @@ class Runner(Trials):
         self.runs = 0
         self.threads: list[str] = []
 
-    def as_in(self, run: Run) -> None:
+    def use_threads_of(self, run: Run) -> None:
         """Let a single rank compute with as many threads as each rank of this run."""
         counts = {int(r.meta["threads"]) for r in run.records if "threads" in r.meta}
         if counts and "--threads" not in self.asked.options:

@@ -274,7 +274,7 @@ def try_remedies(
     found.level_left -= spent
     shared = SharedLevel.among(len(remedies), spent)
     with Runner(asked, say) as runner:
-        _Trials(runner, steps, shared, 2 * run_s).all(remedies, found)
+        _Trials(runner, steps, shared, 2 * run_s).run(remedies, found)
 
 
 def combine_predictions(first: Interval, steps: Interval) -> Interval:
@@ -340,7 +340,7 @@ class _Trials:
         self.micro_deadline = runner.deadline.part(MICRO_SHARE)
         self.shared = shared
 
-    def all(self, remedies: list[Remedy], found: TrialResults) -> None:
+    def run(self, remedies: list[Remedy], found: TrialResults) -> None:
         before = found.faster  # the predictions are relative to this throughput
         unknown = [remedy for remedy in remedies if remedy.gain is None]
         known = [remedy for remedy in remedies if remedy not in unknown]

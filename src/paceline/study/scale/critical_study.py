@@ -350,7 +350,7 @@ def run_critical(folder: Path, say: Callable[[str], None], minutes: float | None
             contextlib.chdir(request.cwd),
             Trials(asked, say, "paceline-critical-", folder) as trials,
         ):
-            return _Measurement(folder, stored, BranchRunner(folder, request, trials), say).all()
+            return _Measurement(folder, stored, BranchRunner(folder, request, trials), say).run()
 
 
 class _Measurement:
@@ -364,7 +364,7 @@ class _Measurement:
         self._parts = {run.multiple: run.parts for run in stored.runs}
         self._done = 0
 
-    def all(self) -> CriticalEnd:
+    def run(self) -> CriticalEnd:
         interrupted = False
         try:
             point = self.stored.point or self._first_run()

@@ -200,7 +200,7 @@ def run_study(
         Trials(asked, listener.message, "paceline-scale-", folder) as trials,
     ):
         runner = SetupRunner(folder, request, nodes, trials)
-        return _StudyRun(folder, read_stored(folder), runner, listener, only).all()
+        return _StudyRun(folder, read_stored(folder), runner, listener, only).run()
 
 
 def _check_nodes(request: StudyRequest, nodes: StudyNodes, sizes: Sequence[int]) -> None:
@@ -258,7 +258,7 @@ class _StudyRun:
         self.no_time: set[Setup] = set()  # setups whose next run does not fit into the time
         self.runs_done = 0
 
-    def all(self) -> StudyEnd:
+    def run(self) -> StudyEnd:
         interrupted = False
         try:
             self._prepare()

@@ -210,7 +210,7 @@ class StudyRows:
     """The rows of a study's trials, by number, as they are in its journal.
 
     Attributes:
-        all: The rows.
+        by_number: The rows.
         best: Numbers of the best complete trials.
     """
 
@@ -221,18 +221,18 @@ class StudyRows:
     def read(self) -> None:
         """Read all rows again."""
         trials = self._opened.study.get_trials(deepcopy=False)
-        self.all = [trial_row(trial, self._search) for trial in trials]
-        self.best = best_numbers(self._opened.study, self.all)
+        self.by_number = [trial_row(trial, self._search) for trial in trials]
+        self.best = best_numbers(self._opened.study, self.by_number)
 
     def refresh(self, number: int) -> TrialRow:
         """Read the row of a trial again."""
         trials = self._opened.study.get_trials(deepcopy=False)
-        for trial in trials[len(self.all) :]:
-            self.all.append(trial_row(trial, self._search))
-        row = self.all[number] = trial_row(trials[number], self._search)
+        for trial in trials[len(self.by_number) :]:
+            self.by_number.append(trial_row(trial, self._search))
+        row = self.by_number[number] = trial_row(trials[number], self._search)
         if row.state == COMPLETE:
             several = len(self._opened.spec.metrics) > 1
-            rows = self.all if several else [*map(self.all.__getitem__, self.best), row]
+            rows = self.by_number if several else [*map(self.by_number.__getitem__, self.best), row]
             self.best = best_numbers(self._opened.study, rows)
         return row
 
@@ -245,13 +245,13 @@ class StudyRows:
             str(self._opened.journal),
             spec.metrics,
             spec.goals,
-            self.all,
+            self.by_number,
             self.best,
             table.trials,
             table.command or table.function or "",
-            best_command(spec, self.all, self.best),
+            best_command(spec, self.by_number, self.best),
             table.search + pruner,
-            notes=[*wait_notes(self.all), *batch_notes(self.all)],
+            notes=[*wait_notes(self.by_number), *batch_notes(self.by_number)],
         )
 
 

@@ -391,7 +391,7 @@ class TrialOutcomes:
         if self.table.repeat == "all" or outcome.state != "complete":
             return self.table.repeat == "all"
         sign = -1 if self.spec.goals[0] == MAX else 1
-        others = [sign * row.values[0] for row in self.rows.all if row.state == COMPLETE]
+        others = [sign * row.values[0] for row in self.rows.by_number if row.state == COMPLETE]
         better = sum(value < sign * outcome.values[0] for value in others)
         return better < max((len(others) + 1) * REPEATED_SHARE, 1)
 

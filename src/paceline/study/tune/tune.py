@@ -140,7 +140,7 @@ class Runner:
         hours, epochs = self.table.node_hours, self.table.total_epochs
         if hours is not None and self._node_hours() >= hours:
             return True
-        return epochs is not None and sum(row.steps for row in self.rows.all) >= epochs
+        return epochs is not None and sum(row.steps for row in self.rows.by_number) >= epochs
 
     def _fill(self) -> None:
         """Start trials while there is room."""
@@ -367,7 +367,7 @@ class Runner:
     def _node_hours(self) -> float:
         now = time.monotonic()
         running = sum(self._hours(run.seat, now - run.begun) for run in self._running.values())
-        return running + sum(row.node_hours for row in self.rows.all)
+        return running + sum(row.node_hours for row in self.rows.by_number)
 
     # The beginning and the end
 
@@ -418,7 +418,7 @@ class Runner:
         if (
             why == "time"
             and not self._ended_here
-            and not any(row.values or row.step is not None for row in self.rows.all)
+            and not any(row.values or row.step is not None for row in self.rows.by_number)
         ):
             self.listener.message(
                 f"the time was over before one trial ended. HINT: minutes = "
