@@ -1,33 +1,19 @@
-"""``paceline stage`` on all hosts of an allocation: a job with one rank per host.
+"""``paceline stage`` on all hosts of an allocation: a job with one rank per host."""
 
-Each rank runs ``python -m paceline.study.stage SOURCE ROOT``.
-"""
-
-import argparse
-import json
 import os
-import socket
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..cluster.rank_identity import launched_by
 from ..cluster.topology.network_interfaces import is_local_host
-from ..cost.machine.units import size
-from ..data.staging.fetch_shards import Staged
-from ..data.staging.stage import stage
 from ..launch.job import Job
 from ..launch.options import LaunchOptions, NodeOptions
 from ..launch.target import Target, find_target
 from ..plurals import counted
-from ..record.ring.launcher_messages import notify, send_to_launcher
 from .measuring_jobs import run_and_read_summary
 
-MODULE = "paceline.study.stage"
-PROGRESS_INTERVAL_S = 10.0  # between progress lines
+RANK = "paceline.study.stage_rank"
 
 
 def staging_target(nodes: NodeOptions) -> Target | None:
@@ -76,7 +62,7 @@ def stage_on_hosts(
     words += ["--shared"] if shared else []
     say(f"{source} to {root} of {counted(count, 'host')}")
     code, found = run_and_read_summary(
-        Job(MODULE, words, True, bind="none", hang_timeout=0.0),
+        Job(RANK, words, True, bind="none", hang_timeout=0.0),
         ranks,
         "staging ended with exit code {code}. Complete shards are kept. HINT: see the messages of "
         "the hosts above, then repeat the same command, which continues",
@@ -94,49 +80,3 @@ def sum_hosts(hosts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the value of --json: the result of each host, and the sums over all hosts."""
     each = ("copied", "fetched", "bytes", "read")
     return {name: sum(host[name] for host in hosts) for name in each} | {"hosts": hosts}
-
-
-# One rank, which stages on its host.
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("source", type=Path)
-    parser.add_argument("root")
-    parser.add_argument("--room", type=int)
-    parser.add_argument("--shared", action="store_true")
-    args = parser.parse_args()
-    first, waits = os.environ["RANK"] == "0", False
-    due = time.monotonic() + PROGRESS_INTERVAL_S
-
-    def ended(found: Staged) -> None:
-        nonlocal waits
-        waits = True
-
-    def step(done: int, so_far: int) -> None:
-        nonlocal due
-        if first and time.monotonic() > due:
-            due = time.monotonic() + PROGRESS_INTERVAL_S
-            here = f"{socket.gethostname()} has {counted(done, 'more shard')}, {size(so_far)}"
-            notify(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
-
-    try:
-        found = stage(
-            args.source,
-            args.root,
-            room=args.room,
-            step=step,
-            together=True,
-            ended=ended,
-            shared=args.shared,
-        )
-    except ValueError as mistake:
-        sys.exit(f"{socket.gethostname()}: {mistake}")
-    if first:
-        alone = asdict(found) | {"folder": str(found.folder)}
-        hosts = sorted(found.hosts or [alone], key=lambda host: str(host["host"]))
-        send_to_launcher(summary=json.dumps({"hosts": hosts}))
-
-
-if __name__ == "__main__":
-    main()
