@@ -13,7 +13,7 @@ from ...analyze.scaling.forecast import (
     LeftOut,
     analyse_kind,
     next_sizes,
-    place_at,
+    placed_size_at,
 )
 from ...analyze.scaling.forecast import Knee as FoundKnee
 from ...analyze.scaling.laws import AMDAHL, UNIVERSAL, Band, LawFit, Parameter
@@ -250,7 +250,7 @@ def _curves(analysis: KindAnalysis) -> list[Curve]:
 
 
 def _modelled(analysis: KindAnalysis, ranks: int) -> Band:
-    return analysis.model.throughput(place_at(analysis.costs, analysis.kind, ranks))
+    return analysis.model.throughput(placed_size_at(analysis.costs, analysis.kind, ranks))
 
 
 def _grid(first: int, last: int, sizes: Sequence[int]) -> list[int]:
