@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import BIN, SCRIPTS, console, finish, options, run, spread, target, with_rounds
 from rich.table import Table
 
-from paceline.cost.pipeline import idle_share
+from paceline.cost.layout import idle_share
 
 LIMIT = 0.03
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")

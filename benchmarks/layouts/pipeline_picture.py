@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import BIN, SCRIPTS, console, run
 
 from paceline.analyze.records.load_run import load_run
-from paceline.cost.pipeline import chunks_of
+from paceline.cost.layout import chunks_of
 from paceline.parallel.pipeline.execution.schedules import SCHEDULES
 from paceline.record.ring.states import State
 

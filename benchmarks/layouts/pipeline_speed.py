@@ -32,7 +32,7 @@ from common import (
 )
 from rich.table import Table
 
-from paceline.cost.pipeline import idle_share
+from paceline.cost.layout import idle_share
 
 LIMIT = 1 / 0.9  # of the seconds that the formula allows
 STAGES = 2

@@ -16,7 +16,7 @@ from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.report.verification_document import as_json, exit_code
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify.verify import run_verification
+from paceline.study.verify import run_verification
 
 
 def answer_of(file: Path) -> tuple[int, str, float]:

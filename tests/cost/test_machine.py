@@ -30,7 +30,7 @@ from paceline.cost.machine.machine_file import (
     load,
     save,
 )
-from paceline.cost.machine.write_toml import dumps
+from paceline.cost.machine.toml_files import dumps
 from paceline.security.text import printable
 
 

@@ -142,7 +142,7 @@ def test_manifest_says_what_a_solver_needs(tmp_path):
     path = tmp_path / "model.paceline"
     fields = {
         "x": FieldValues("K", [300.0, 1.0, 2.0], [10.0, 2.0, 1.0]),
-        "y": FieldValues("W/m2", 5.0, 100.0),
+        "y": FieldValues("W/m2", 5, 100.0),
     }
     export(models.scale(), path, "x: float64[batch,3]", fields=fields, bounds={"batch": (1, 8)})
     x = torch.tensor([[310.0, 3.0, 2.0]], dtype=torch.float64)

@@ -12,9 +12,7 @@ from paceline.analyze.diagnosis.evidence import Evidence
 from paceline.analyze.diagnosis.exchanged_calls import GradientSync
 from paceline.analyze.diagnosis.rungs import Interval, waterfall
 from paceline.analyze.diagnosis.table import CAUSES
-from paceline.predict import history
 from paceline.predict.gains import GAINS, HANDOVER_SHARE
-from paceline.predict.history import Pair
 from paceline.predict.remedies import gain_after, gain_of, remedies
 
 
@@ -158,26 +156,6 @@ def test_remedies_include_script_line_and_list_knobs_first():
     assert (none.line, none.code) == (7, "loss.item()")
     # A knob that is already set is not proposed again.
     assert remedies(e, causes, SCRIPT, {"loader-workers": 3})[0].knob == "float32"
-
-
-def test_prediction_errors_are_saved_in_history(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert history.prediction_errors() == {}
-    pairs = [
-        Pair("2026-11-22", "train.py", "threads", source, 0.2, 0.1, 0.3, measured)
-        for source, measured in (
-            ("the ladder", 0.21), ("the ladder", 0.25), ("the ladder", 0.17), ("a formula", 0.3),
-        )
-    ]  # fmt: skip
-    assert history.append(pairs) == ""
-    with history.path().open("a") as file:
-        file.write('{"cut sho')
-    found = history.prediction_errors()
-    assert found.keys() == {"the ladder"}
-    assert (found["the ladder"].points, found["the ladder"].count) == (pytest.approx(3.0), 3)
-    history.path().unlink()
-    history.path().mkdir()
-    assert "these predictions are not remembered" in history.append(pairs)
 
 
 # A call, an assignment or option, a command, or a verb in the imperative.

@@ -7,7 +7,7 @@ import pytest
 from paceline.analyze.scaling.bends import Bend, GrownLoss
 from paceline.analyze.scaling.costs import PARTS, SizeCosts
 from paceline.knobs.registry import KNOBS
-from paceline.predict.scaling import propose
+from paceline.predict.remedies import propose
 
 REPORT = SimpleNamespace(
     losses=[],

@@ -18,7 +18,7 @@ from paceline.checkpoint.manifest import (
     read_manifest,
 )
 from paceline.checkpoint.other_formats import MAX_HEADER_BYTES, read_safetensors
-from paceline.cost.machine import machine_file, read_toml, write_toml
+from paceline.cost.machine import machine_file, toml_files
 from paceline.data.format.shard_format import load_meta
 from paceline.record.ring.header_schema import MAX_RANKS
 from paceline.security.files import InvalidFileError
@@ -93,9 +93,9 @@ def test_estimate_of_json_is_not_below_its_memory(part):
 )
 def test_estimate_of_toml_is_not_below_its_memory(part, monkeypatch):
     text = "".join(part.format(f"{k:x}") for k in range(2000))
-    monkeypatch.setattr(read_toml, "MAX_PARSED_BYTES", peak_bytes(lambda: tomllib.loads(text)))
+    monkeypatch.setattr(toml_files, "MAX_PARSED_BYTES", peak_bytes(lambda: tomllib.loads(text)))
     with pytest.raises(InvalidFileError, match="more than the limit"):
-        read_toml.check_size(text.encode(), "x.toml")
+        toml_files.check_size(text.encode(), "x.toml")
 
 
 def test_manifest_of_many_ranks_is_below_the_limits():
@@ -108,8 +108,8 @@ def test_manifest_of_many_ranks_is_below_the_limits():
 
 def test_large_machine_file_is_below_the_limits():
     figure = {"median": 2.0413684946750487e-05, "low": 2.02e-05, "high": 2.05e-05, "n": 5}
-    text = write_toml.dumps({"pairs": [{"first": "a", "second": "b", "latency": figure}] * 10})
-    read_toml.check_size(text.encode() * (31 * MIB // len(text)), "machine.toml")
+    text = toml_files.dumps({"pairs": [{"first": "a", "second": "b", "latency": figure}] * 10})
+    toml_files.check_size(text.encode() * (31 * MIB // len(text)), "machine.toml")
 
 
 def test_ordinary_json_is_parsed():
@@ -133,4 +133,4 @@ def test_json_and_toml_of_others_are_parsed_in_one_place():
         if re.search(r"json\.loads?\(|tomllib\.loads?\(", path.read_text()):
             found.add(str(path.relative_to(source)))
     known = {name for name in found if name.startswith(tuple(OF_ONE_JOB))}
-    assert found - known == {"security/schema.py", "cost/machine/read_toml.py"}
+    assert found - known == {"security/schema.py", "cost/machine/toml_files.py"}

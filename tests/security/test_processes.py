@@ -183,7 +183,7 @@ RIGHT_PROGRAMS = {
     "launch/requeue.py": {"words"},  # of program_command
     "study/measuring_jobs.py": {"command"},  # of find_program
     "study/environment/check_packed.py": {"words"},  # of program_command
-    "study/input_rate/__init__.py": {"feed.words()"},  # of python_command
+    "study/input_rate.py": {"feed.words()"},  # of python_command
     "study/probe/measure/import_time.py": {"words"},  # of find_program and python_command
     "study/script_runs/run_process.py": {"words"},  # of python_command
 }

@@ -11,10 +11,15 @@ from paceline.cli import app
 from paceline.comm.tune.choice import ExchangeSettings
 from paceline.comm.tune.saved_settings import load_settings
 from paceline.cost.machine.machine_file import Figure, HostFacts, Machine, load, save
-from paceline.cost.machine.read_toml import read_toml
+from paceline.cost.machine.toml_files import read_toml
 from paceline.knobs.settings import read, settings_for_script
-from paceline.predict import history
 from paceline.security.files import InvalidFileError
+from paceline.study.diagnose.diagnose import (
+    PredictedGain,
+    prediction_errors,
+    predictions_file,
+    store_predictions,
+)
 
 SETTINGS = 'format = "paceline-settings"\nversion = 1\n'
 MACHINE = 'version = 1\nmade = "2026-01-31"\n'
@@ -121,17 +126,17 @@ def test_tuner_ignores_invalid_settings(tmp_path, knobs):
 
 def test_invalid_stored_predictions_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    pair = history.Pair("2026", "train.py", "threads", "ladder", 0.1, 0.0, 0.2, 0.3)
-    assert history.append([pair] * 3) == ""
+    pair = PredictedGain("2026", "train.py", "threads", "ladder", 0.1, 0.0, 0.2, 0.3)
+    assert store_predictions([pair] * 3) == ""
     good = vars(pair)
-    with history.path().open("a") as file:
+    with predictions_file().open("a") as file:
         for bad in ("[" * 5000, "{", "[1]", "5", json.dumps(good | {"measured": "x"})):
             file.write(bad + "\n")
         file.write(json.dumps(good | {"predicted": float("inf")}) + "\n")
         file.write(json.dumps(good | {"source": [1]}) + "\n")
-    (found,) = history.prediction_errors().values()
+    (found,) = prediction_errors().values()
     assert (found.count, round(found.points)) == (3, 20)
-    history.path().unlink()
-    os.mkfifo(history.path())
-    assert history.prediction_errors() == {}
-    assert "are not remembered" in history.append([pair])
+    predictions_file().unlink()
+    os.mkfifo(predictions_file())
+    assert prediction_errors() == {}
+    assert "are not remembered" in store_predictions([pair])

@@ -10,7 +10,7 @@ from paceline.study.diagnose import diagnose
 from paceline.study.diagnose.ladder import profile_operators
 from paceline.study.diagnose.plan import RoundCost, in_bursts
 from paceline.study.diagnose.run_script import FailedError, RunRequest
-from paceline.study.script_runs.deadline import Deadline
+from paceline.study.script_runs.run_process import Deadline
 
 
 @pytest.mark.parametrize(

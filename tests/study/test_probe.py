@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from paceline.cost.machine.dataclass_tree import from_tree
 from paceline.cost.machine.machine_file import HostFacts, Machine
 from paceline.record.hooks.sampled_steps import uses_tf32
+from paceline.study.probe.__main__ import Summary
 from paceline.study.probe.measure.device_speed import _tf32, arithmetic, last_level_caches, triad
 from paceline.study.probe.measure.import_time import HOOK, import_torch
 from paceline.study.probe.measure.links import EVERY_PAIR, apart, rounds
@@ -35,7 +36,6 @@ from paceline.study.probe.participants import (
     ProbeHost,
     group_ranks_by_host,
 )
-from paceline.study.probe.run_check import Summary
 
 
 def best(call, repetitions=7):

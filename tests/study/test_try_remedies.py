@@ -20,17 +20,24 @@ from paceline.analyze.diagnosis.diagnosis import (
 )
 from paceline.analyze.diagnosis.rungs import Interval
 from paceline.knobs.settings import settings_for_script
-from paceline.predict import history
 from paceline.study.diagnose import diagnose as diagnose_module
 from paceline.study.diagnose import ladder
 from paceline.study.diagnose import try_remedies as trials_module
-from paceline.study.diagnose.diagnose import run_diagnosis, save_kept_settings, try_all
+from paceline.study.diagnose.diagnose import (
+    PredictedGain,
+    prediction_errors,
+    predictions_file,
+    run_diagnosis,
+    save_kept_settings,
+    store_predictions,
+    try_all,
+)
 from paceline.study.diagnose.run_script import OutOfTimeError, RunRequest
 from paceline.study.diagnose.try_remedies import (
     confirm_kept,
     try_remedies,
 )
-from paceline.study.script_runs.deadline import Deadline
+from paceline.study.script_runs.run_process import Deadline
 
 # A loader needs 20 ms per batch, and one parameter is unused.
 TRAIN = """
@@ -130,7 +137,7 @@ def test_slow_script_is_improved_and_settings_are_saved(asked, tmp_path):
     rates = [one.waterfall.measured.mean for one in (result, result.after)]
     assert rates[1] > 1.5 * rates[0]
     # Predictions and measurements are stored, and what helped can be applied.
-    lines = history.path().read_text().splitlines()
+    lines = predictions_file().read_text().splitlines()
     assert [(told["knob"], told["source"]) for told in map(json.loads, lines)] == [
         (one.remedy.knob, source)
         for one in result.tried.trials
@@ -366,3 +373,23 @@ def test_unconfirmed_gain_is_not_kept(monkeypatch):
     assert (found.kept, found.faster) == ({}, 1.0)
     assert found.trials[0].kept is False
     assert found.confirmed.low <= 0
+
+
+def test_prediction_errors_are_stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert prediction_errors() == {}
+    pairs = [
+        PredictedGain("2026-11-22", "train.py", "threads", source, 0.2, 0.1, 0.3, measured)
+        for source, measured in (
+            ("the ladder", 0.21), ("the ladder", 0.25), ("the ladder", 0.17), ("a formula", 0.3),
+        )
+    ]  # fmt: skip
+    assert store_predictions(pairs) == ""
+    with predictions_file().open("a") as file:
+        file.write('{"cut sho')
+    found = prediction_errors()
+    assert found.keys() == {"the ladder"}
+    assert (found["the ladder"].points, found["the ladder"].count) == (pytest.approx(3.0), 3)
+    predictions_file().unlink()
+    predictions_file().mkdir()
+    assert "these predictions are not remembered" in store_predictions(pairs)

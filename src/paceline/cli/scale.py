@@ -351,7 +351,7 @@ def _new_study(options: ScaleOptions) -> Path | None:
 
 def _finish(outputs: StudyOutputs, study: "ScalingStudy") -> None:
     """Analyse a study, print it, and write its files."""
-    from ..predict.scaling import study_proposals
+    from ..predict.remedies import study_proposals
     from ..report.scaling.findings import findings_of
 
     proposals = {kind: study_proposals(study, kind) for kind in study.request.kinds}

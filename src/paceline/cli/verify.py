@@ -161,7 +161,7 @@ def _answer(
     from ..analyze.verification.find import judge
     from ..report import verification_document as report
     from ..report.verification_document import exit_code
-    from ..study.verify.verify import run_verification
+    from ..study.verify import run_verification
 
     with exit_on_mistake():
         end_s = time.monotonic() + MINUTE_S * asked.minutes

@@ -16,15 +16,9 @@ from statistics import median
 
 from ..significance import MAX_DEGREES, student_quantile
 from .machine.machine_file import UNLIMITED, Figure, HostFacts, Machine
-from .machine.named_figures import (
-    NamedFigure,
-    deviation,
-    group_figures,
-    host_figures,
-    link_figures,
-)
+from .machine.named_figures import NamedFigure, deviation, group_figures, host_figures, link_figures
 from .machine.units import format_value, join_words, size
-from .outliers import EQUAL_MEMBERS
+from .outliers import EQUAL_MEMBERS, MEDIAN_VARIANCE
 
 _MOST = 0.5  # share of the hosts above which a common change is reported once
 FALSE_CHANGE_LEVEL = 0.05  # probability of calling any figure of an unchanged machine changed
@@ -32,7 +26,6 @@ MIN_REPETITIONS = 3  # with fewer, the deviation of a figure is assumed (named_f
 # Degrees of freedom of a deviation that is estimated from quartiles: at least the first figure, or
 # the second one for each repetition but one.
 _QUARTILE_DEGREES = (1.7, 0.37)
-_MEDIAN_VARIANCE = 1.57  # variance of a median over that of a mean, for a normal distribution
 _SAME_SORT_DEGREES = 4  # weight of the deviation of figures of the same sort
 
 
@@ -75,7 +68,7 @@ def compare(before: Machine, after: Machine) -> list[Change]:
     new = [name for name in now if name not in then]
     found += [Change((name,), "host", "none", "there", f"{name} is new") for name in new]
     found += _facts([(then[name], now[name]) for name in then if name in now])
-    return [*found, *sorted(_figures(before, after), key=lambda one: -_moved(one.by or 0.0))]
+    return [*found, *sorted(_figures(before, after), key=lambda change: -_moved(change.by or 0.0))]
 
 
 def _moved(by: float) -> float:
@@ -102,14 +95,7 @@ def _named_changes(host: HostFacts) -> Iterator[tuple[str, str]]:
     """Yield the properties of a host that should not change; what is currently free is left out."""
     yield from host.versions.items()
     yield "processor", host.processor or "not known"
-    for what, count in (
-        ("sockets", host.sockets),
-        ("cores", host.cores),
-        ("hardware threads", host.threads),
-        ("NUMA nodes", host.numa_nodes),
-    ):
-        if count is not None:
-            yield what, str(count)
+    yield from ((what, str(count)) for what, count in host.counts.items())
     yield "GPUs", join_words([gpu.name for gpu in host.gpus], most=16) or "none"
     yield "network", join_words([f"{n.name} {n.rate}".strip() for n in host.networks]) or "none"
     if host.memory_bytes is not None:
@@ -170,7 +156,7 @@ class _Noise:
             degrees = _degrees(figure)
             weighted = degrees * _variance(figure) + _SAME_SORT_DEGREES * of_sort
             of_figure = weighted / (degrees + _SAME_SORT_DEGREES)
-            variance += of_figure * (1 + _MEDIAN_VARIANCE / figure.n)
+            variance += of_figure * (1 + MEDIAN_VARIANCE / figure.n)
             known += degrees
         measured = student_quantile(self._tail, int(known) + _SAME_SORT_DEGREES) ** 2 * variance
         assumed = student_quantile(self._tail, MAX_DEGREES) ** 2 * 2 * EQUAL_MEMBERS**2

@@ -15,12 +15,12 @@ One extent may stay open (``dp`` without a number, or left out): it takes the ra
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..plurals import counted
+from ..plurals import counted, named_ranks
 
 # From the outermost axis to the innermost one, whose ranks exchange most.
 AXIS_WORDS = {
@@ -37,6 +37,9 @@ HOST = "host"
 RECOMPUTES = ("blocks", "selective", "auto")
 OFFLOADS = ("optimizer", "parameters")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "auto")
+INTERLEAVED_CHUNKS = 2  # virtual stages of a rank
+# Their ranks exchange in each layer, so a slow link between them is reported.
+FREQUENT_AXES = ("depth", "height", "width", "tensor")
 MAX_EXTENT = 1 << 20
 MAX_TEXT_CHARS = 4096
 _KEYWORDS = ("data", "dp", "zero1", "zero2", "zero3", "tp", "pp", "h", "w", "d")
@@ -329,3 +332,43 @@ def _check_word(name: str, value: object, words: tuple[str, ...]) -> None:
             f"{name} must be {' or '.join(map(repr, words))}; this is {value!r}. "
             f"HINT: {name}={near}"
         )
+
+
+# The share of a step in which the stages of a pipeline wait.
+
+
+def chunks_of(schedule: str) -> int:
+    """Return the number of virtual stages of a rank."""
+    return INTERLEAVED_CHUNKS if schedule == "interleaved" else 1
+
+
+def idle_share(schedule: str, stages: int, count: int) -> float:
+    """Return the share of a step in which a rank waits, where a backward takes two forwards.
+
+    It is (K - 1) / (M + K - 1) for K stages and M micro-batches; interleaved stages divide the
+    first term by their number. "zero-bubble" hides the backward of parameters in it.
+    """
+    idle = (stages - 1) / chunks_of(schedule)
+    if schedule == "zero-bubble":
+        idle = (stages - 1) / 3  # of F + I - W, each a third of a micro-batch
+    return idle / (count + idle)
+
+
+def crossing_line(axis: str, groups: Sequence[Sequence[int]], nodes: Sequence[str]) -> str:
+    """Return a line about ranks of an axis on several nodes; "" if there are none.
+
+    Args:
+        groups: The ranks of each group of the axis.
+        nodes: Of each rank, its node.
+    """
+    crossing = [ranks for ranks in groups if len({nodes[rank] for rank in ranks}) > 1]
+    if not crossing or axis not in FREQUENT_AXES:
+        return ""
+    of_node = min(nodes.count(node) for node in nodes)
+    hint = f"an extent that divides the {of_node} ranks of a node"
+    if of_node < 2:
+        hint = f"several ranks on each node, or a layout without the axis {axis}"
+    return (
+        f"the ranks of the axis {axis} exchange in each layer, and {named_ranks(crossing[0])} "
+        f"are on several nodes. HINT: {hint}"
+    )

@@ -109,18 +109,14 @@ class LayoutChoice:
 
 
 def predict_layout(
-    step: StepMemory,
-    layout: Layout,
-    ranks: int,
-    *,
-    accumulate: int = 1,
+    step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
 ) -> LayoutMemory:
     """Return the peak of a rank in a layout.
 
     Args:
         layout: ``recompute`` says how ``step`` recomputes activations; it is stated in the result.
-        accumulate: Batches of one optimizer step. All layouts keep gradients among them: DDP
-            beside its buckets, zero1 whole ones, zero2 and zero3 shards.
+        accumulate: Batches of one optimizer step. All layouts keep gradients between them: DDP
+            in addition to its buckets, zero1 whole ones, zero2 and zero3 shards.
 
     Raises:
         ValueError: the layout divides models or samples, ``ranks`` is below 1, or the step has no
@@ -256,7 +252,7 @@ def _unsharded(step: StepMemory, sample: MemorySample, reduced: int, *, keep: bo
     """Return the bytes of gathered parameters and unreduced gradients.
 
     FSDP2 gathers the next block while one computes, and keeps the root's unit between forward and
-    backward. In backward a block has its gradients beside the input of the reduce-scatter.
+    backward. In backward a block has its gradients and the input of the reduce-scatter.
 
     Args:
         reduced: Bytes of gradients that this backward has reduced; their blocks are sharded again.

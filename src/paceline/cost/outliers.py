@@ -19,15 +19,15 @@ _MANY = 0.25  # share of the links: if more are slow, the network itself consist
 
 _ALONE = 0.05  # relative difference between two devices of one kind that is normal
 MIN_DEVIATIONS = 4.0  # threshold in usual deviations of one repetition, and ...
-MIN_MADS = 4 * 1.4826  # ... in median absolute deviations between the peers
+_MAD_SCALE = 1.4826  # from the MAD to a normal distribution's standard deviation
+MIN_MADS = 4 * _MAD_SCALE  # ... in median absolute deviations between the peers
 # Standard deviation between equal hosts, devices or links in one measurement, relative to it, as
 # assumed where there are few; it counts as much as this number of peers.
 EQUAL_MEMBERS = 0.02
 EQUAL_MEMBERS_DEGREES = 4
 FALSE_SLOW_LEVEL = 0.05  # probability of calling one of equal members slow in one kind of figure
-_MAD_SCALE = 1.4826  # from the MAD to a normal distribution's standard deviation
 _MAD_EFFICIENCY = 0.37  # degrees of freedom of the MAD over those of a standard deviation
-_MEDIAN_VARIANCE = 1.57  # variance of a median over that of a mean, for a normal distribution
+MEDIAN_VARIANCE = 1.57  # variance of a median over that of a mean, for a normal distribution
 _EACH = 64  # members; with more, leaving one out does not change the median
 
 
@@ -134,7 +134,7 @@ def worst_by_chance(middle: float, apart: float, peers: int) -> float:
     assumed, seen = EQUAL_MEMBERS * middle, _MAD_SCALE * apart
     variance = (EQUAL_MEMBERS_DEGREES * assumed**2 + known * seen**2) / degrees
     quantile = student_quantile(FALSE_SLOW_LEVEL / (peers + 1), degrees)
-    return quantile * math.sqrt(variance * (1 + (_MEDIAN_VARIANCE if peers > 2 else 1) / peers))
+    return quantile * math.sqrt(variance * (1 + (MEDIAN_VARIANCE if peers > 2 else 1) / peers))
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
@@ -201,7 +201,7 @@ def _worst_host(rest: Sequence[NamedFigure]) -> tuple[str, SlowerFigure] | None:
         gap = abs(best.figure.median - middle)
         if worse is not None and gap > max(noise, MIN_MADS * apart):
             found.append((host, worse))
-    return max(found, key=lambda one: one[1].by, default=None)
+    return max(found, key=lambda pair: pair[1].by, default=None)
 
 
 def _of_host(host: str, worse: SlowerFigure) -> Outlier:
@@ -407,14 +407,9 @@ def _parts(machine: Machine) -> list[Outlier]:
     """Return hosts whose hardware differs in kind or number from most hosts."""
     known = [(host.name, host) for host in machine.hosts]
     found = _differing("parts", "processor", {n: h.processor for n, h in known if h.processor})
-    for what, counts in (
-        ("sockets", {name: host.sockets for name, host in known}),
-        ("cores", {name: host.cores for name, host in known}),
-        ("hardware threads", {name: host.threads for name, host in known}),
-        ("NUMA nodes", {name: host.numa_nodes for name, host in known}),
-    ):
-        known_counts = {name: str(count) for name, count in counts.items() if count is not None}
-        found += _differing("parts", what, known_counts)
+    for what in ("sockets", "cores", "hardware threads", "NUMA nodes"):
+        counts = {name: str(h.counts[what]) for name, h in known if what in h.counts}
+        found += _differing("parts", what, counts)
     found += _differing("parts", "GPUs", {name: _gpus(host) for name, host in known})
     memory = {name: host.memory_bytes for name, host in known if host.memory_bytes}
     middle = median(memory.values()) if memory else 0
@@ -568,4 +563,4 @@ def _clock(host: HostFacts, machine: Machine) -> list[_Item]:
 def find_outliers(machine: Machine) -> list[Outlier]:
     """Return all outliers: facts first, then slow hosts and links, the slowest first."""
     speeds = [*find_slow_hosts(machine), *find_slow_links(machine)]
-    return [*host_differences(machine), *sorted(speeds, key=lambda one: -one.by)]
+    return [*host_differences(machine), *sorted(speeds, key=lambda outlier: -outlier.by)]

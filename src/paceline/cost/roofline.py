@@ -79,13 +79,15 @@ def roofs(host: HostFacts, device: str = "cpu") -> dict[str, Roof]:
     They consist of the rate of matrix products and the triad's bandwidth. The result is empty if
     either was not measured.
     """
-    triad = next((one.triad.median for one in host.memory if one.device == device), None)
+    triad = next((memory.triad.median for memory in host.memory if memory.device == device), None)
     if not triad:
         return {}
     found = {
-        one.precision: Roof(one.rate.median, triad)
-        for one in host.arithmetic
-        if one.device == device and one.operation == "matrix product" and one.rate.median
+        arithmetic.precision: Roof(arithmetic.rate.median, triad)
+        for arithmetic in host.arithmetic
+        if arithmetic.device == device
+        and arithmetic.operation == "matrix product"
+        and arithmetic.rate.median
     }
     return dict(sorted(found.items(), key=lambda item: -item[1].peak))
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from ..cluster.topology.topology import cpu_flags
 from ..security.outputs import write_output
 from .specification import ModelSpec
 
@@ -164,12 +165,7 @@ def torch_abi() -> int:
 
 def processor() -> dict[str, Any]:
     """Return the architecture and the instructions that compiled code may use."""
-    words: list[str] = []
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            words = line.partition(":")[2].split()
-            break
-    used = sorted({word for word in words if FEATURES.fullmatch(word)})
+    used = sorted(flag for flag in cpu_flags() if FEATURES.fullmatch(flag))
     return {"architecture": platform.machine(), "features": used}
 
 

@@ -2,14 +2,12 @@
 
 import ctypes
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
-
-from .specification import DTYPES, ModelSpec
 
 NATIVE = Path(__file__).parent / "native"
 LIBRARY_PATH = NATIVE / "lib" / "libpaceline.so"
@@ -162,14 +160,8 @@ def _tensors(tensors: Sequence[torch.Tensor], keep: list[object]) -> "ctypes.Arr
     return made
 
 
-def new_outputs(spec: ModelSpec, sizes: Mapping[str, int]) -> list[torch.Tensor]:
-    """Return empty tensors for the outputs of a call."""
-    dtype = DTYPES[spec.dtype]
-    return [torch.empty(output.concrete(sizes), dtype=dtype) for output in spec.outputs]
-
-
 def build_flags(language: str) -> str:
-    """Return what a compiler needs beside the source file; for Fortran also the module's source.
+    """Return the compiler's arguments; for Fortran with the source of the module.
 
     Raises:
         ValueError: The language is unknown, or the library was not built.

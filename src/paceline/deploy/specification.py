@@ -78,8 +78,7 @@ class ModelSpec:
 
 
 def parse_input(text: str) -> tuple[str, TensorSpec]:
-    """Return dtype and specification of an input like ``x: float64[batch,6]``. Raises "
-    "ValueError."""
+    """Return dtype and specification of ``x: float64[batch,6]``. Raises ValueError."""
     hint = "HINT: --input 'x: float64[batch,6]'"
     match = _INPUT.fullmatch(text)
     if match is None:
@@ -206,7 +205,7 @@ def normalisation(
     size = spec.shape[axis] if len(spec.shape) > 1 else None
     pair = []
     for name, given, default in (("mean", values.mean, 0.0), ("std", values.std, 1.0)):
-        numbers = [default] if given is None else [given] if isinstance(given, float) else given
+        numbers = [default] if given is None else given if isinstance(given, list) else [given]
         if len(numbers) not in (1, size) or not all(map(math.isfinite, numbers)):
             raise ValueError(
                 f"{kind} {spec.name}: {name} has {len(numbers)} numbers, which must be finite; "

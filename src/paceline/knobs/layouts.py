@@ -27,9 +27,7 @@ def set_layout(value: str, turned: KnobResult) -> None:
 def set_pipeline_option(value: Any, turned: KnobResult) -> None:
     """Set micro-batches, schedule or balance of all pipelines."""
     request(
-        value,
-        turned,
-        "the script gives world.distribute no layout with stages. HINT: layout='pp2'",
+        value, turned, "the script gives world.distribute no layout with stages. HINT: layout='pp2'"
     )
 
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..cluster.topology.topology import cpu_flags
 from ..record.hooks import taps
 from ..record.hooks.import_hooks import after_import
 from ..record.ring.launcher_messages import notify
@@ -83,13 +84,8 @@ def _short_products(precision: str) -> bool:
 
     "medium" uses bfloat16, and "high" TF32 in oneDNN.
     """
-    needs = {"medium": ("avx512_bf16", "amx_bf16"), "high": ("amx_fp16",)}[precision]
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = next((line for line in file if line.startswith("flags")), "").split()
-    except OSError:
-        return False
-    return any(flag in flags for flag in needs)
+    needs = {"medium": {"avx512_bf16", "amx_bf16"}, "high": {"amx_fp16"}}[precision]
+    return bool(cpu_flags() & needs)
 
 
 def compiled(_: bool, turned: KnobResult) -> None:

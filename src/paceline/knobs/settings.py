@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from msgspec import Meta
 
 from ..cost.machine.dataclass_tree import shorten
-from ..cost.machine.read_toml import read_toml
-from ..cost.machine.write_toml import dumps
+from ..cost.machine.toml_files import dumps, read_toml
 from ..security.files import InvalidFileError, error_reason
 from ..security.outputs import write_output
 from ..security.schema import check

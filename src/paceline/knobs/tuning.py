@@ -18,7 +18,7 @@ class Tuning:
     Attributes:
         file: Settings file to which the result is written.
         script: Name of the script.
-        gloo: Whether all-reduces use gloo if they are not tuned, whatever backend the group has.
+        gloo: Whether all-reduces that are not tuned use gloo instead of the group's backend.
         bf16: Whether gradients may be exchanged in bfloat16.
     """
 

@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.sharded_tensor import copies_in_mesh, is_sharded
 from ..comm.group_device import exchangeable
-from ..cost.crossing import FREQUENT_AXES, crossing_line
-from ..cost.layout import AXIS_WORDS, Layout
+from ..cost.layout import AXIS_WORDS, FREQUENT_AXES, Layout, crossing_line
 from ..plurals import Places, named_ranks
 
 DATA = "data"

@@ -5,7 +5,8 @@ a share of the measured step time, with an interval.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,18 +15,41 @@ from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.rules.ranks import data
 from ..analyze.diagnosis.rungs import Interval
 from ..analyze.figures.pipeline import PipelineFigures
-from ..cost.pipeline import idle_share
-from ..knobs.knob import ALL, Share, Tried
+from ..cost.layout import idle_share
+from ..knobs.knob import ALL, FORMULA, LADDER, RECORD, Share, Tried
 from ..knobs.registry import KNOBS
-from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving, scaled
 
+TRIED = "a few steps"  # a measurement of a few steps with the knob set
 MAX_WORKERS = 16  # loader workers per rank
-WORKER_TIME_SHARE = (
-    0.5  # target time of all workers together per batch, as a share of the training's own time
-)
+# Target time of all workers together per batch, as a share of the training's own time.
+WORKER_TIME_SHARE = 0.5
 PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
 HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
 MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Predicted saving of one knob.
+
+    Attributes:
+        value: Value of the knob.
+        saves: Saved share of a step; None if it must be measured in a few steps.
+        source: Kind of the prediction: LADDER, RECORD, FORMULA or TRIED; or a bound.
+    """
+
+    value: Any
+    saves: Interval | None
+    source: str
+
+
+PredictSaving = Callable[[Evidence, Cause], Saving | None]
+
+
+def scaled(cause: Cause, part: float, source: str, value: Any = True) -> Saving:
+    """Return a saving of a part of the cause's share."""
+    low, high = cause.interval
+    return Saving(value, Interval(part * cause.share, part * low, part * high), source)
 
 
 def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
@@ -313,7 +337,7 @@ def edit_operators(e: Evidence, cause: Cause) -> Saving | None:
 
 # Predict the savings of remedies of models in parts: shards (FSDP2), divided layers, pipelines.
 
-PREFETCHED_BLOCKS = 2  # one more than FSDP2 prefetches by itself
+PREFETCHED_BLOCKS = 2  # one more than the default of FSDP2
 # Largest share of the free memory that a proposed change may use: samples of it are a second apart.
 MAX_USED_SHARE = 0.8
 # Bytes of a rank without sharding, relative to the parameters, with Adam in their dtype:

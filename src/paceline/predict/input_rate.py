@@ -16,9 +16,8 @@ the rate is also below the minimum if two terms are nearly equal: see ``overlapp
 import math
 from dataclasses import dataclass, replace
 
-INTERPRETER_LIMIT_SHARE = (
-    0.8  # share of the processor or thread limit below which the interpreter is the limit
-)
+# Share of the processor or thread limit below which the interpreter is the limit.
+INTERPRETER_LIMIT_SHARE = 0.8
 MIN_REMEDY_FACTOR = 1.1  # minimum factor by which a remedy raises the rate
 MAX_THREADS = 16  # per rank
 
@@ -176,8 +175,8 @@ def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[RateRemed
     found = [*_threads(t, now, stored), *_less_work(t, now, stored)]
     if stored and t.stored:
         found += _storage(t, now)
-    worth = [one for one in found if one.samples_s >= MIN_REMEDY_FACTOR * now.samples_s]
-    return sorted(worth, key=lambda one: -one.samples_s)
+    worth = [remedy for remedy in found if remedy.samples_s >= MIN_REMEDY_FACTOR * now.samples_s]
+    return sorted(worth, key=lambda remedy: -remedy.samples_s)
 
 
 def _rate_with(t: Terms, now: Rate, stored: bool) -> float:

@@ -20,12 +20,10 @@ from ..analyze.reference.reference_file import (
 from ..analyze.reference.run_guard import make_standard
 from ..analyze.reference.series import Reference
 from ..plurals import counted
-from ..record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ..security.text import printable
 from .script_runs.run_process import last_lines
-from .trials import ScriptRequest, Trials, TrialSpec
+from .trials import SEED, ScriptRequest, Trials, TrialSpec, seed_options
 
-SEED = "{seed}"
 MAX_FIRST_STEP = 10  # of a run: one that begins later has resumed from a checkpoint
 MIN_SEEDS = 2  # below, the difference between seeds is not known
 
@@ -45,11 +43,6 @@ class ReferenceRequest:
     metric: str | None = None
     seeds: int = 3
     options: list[str] = field(default_factory=list)
-
-    @property
-    def names_seed(self) -> bool:
-        """Whether the script takes the number of the seed as an argument."""
-        return any(SEED in word for word in self.words)
 
 
 def train_reference(request: ReferenceRequest, say: Callable[[str], None]) -> Reference:
@@ -117,8 +110,7 @@ def _trials_of(request: ReferenceRequest) -> ScriptRequest:
 def _run(request: ReferenceRequest, seed: int, trials: Trials) -> Reference:
     record, log = trials.folder / f"record-{seed}", trials.folder / f"{seed}.log"
     options = ["--metric", request.metric or "backward", "--env", "PACELINE_PROGRESS=0"]
-    if not request.names_seed:
-        options += ["--env", f"{SEED_SHIFT}={seed}"]
+    options += seed_options(request.words, seed)
     args = [word.replace(SEED, str(seed)) for word in trials.asked.args]
     trial = trials.run_trial(TrialSpec(record, log, options, args=args))
     if trial.code:

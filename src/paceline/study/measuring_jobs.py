@@ -5,7 +5,8 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -24,6 +25,22 @@ from ..security.processes import find_program, python_command
 from ..security.removal import TemporaryFolder
 
 
+@contextmanager
+def removed_after_job(remove: Callable[[], object]) -> Iterator[None]:
+    """Remove the folder of a job after it, but not in its forked rank server.
+
+    remove: Removes the folder.
+    """
+    try:
+        yield
+    except ForkedRankServer:  # the folder belongs to the parent process
+        raise
+    except BaseException:
+        remove()
+        raise
+    remove()
+
+
 def run_and_read_summary(job: Job, options: LaunchOptions, failure: str) -> tuple[int, Any]:
     """Run a measuring job; return its exit code, and the summary that its rank 0 sends.
 
@@ -32,15 +49,9 @@ def run_and_read_summary(job: Job, options: LaunchOptions, failure: str) -> tupl
     """
     scratch = TemporaryFolder()
     summary = scratch.path / "found.json"
-    try:
+    with removed_after_job(scratch.remove):
         code = start(replace(job, summary=summary), options)
         found = json.loads(summary.read_text()) if summary.exists() else None
-    except ForkedRankServer:  # raised in the forked rank server: the folder belongs to its parent
-        raise
-    except BaseException:
-        scratch.remove()
-        raise
-    scratch.remove()
     if found is None:
         raise ValueError(failure.format(code=code))
     return code, found
@@ -85,33 +96,33 @@ class BenchRequest:
     bind: str | None = None
 
 
-def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
+def bench(request: BenchRequest, say: Callable[[str], None]) -> BenchResults:
     """Measure one collective on all available backends.
 
     Raises:
         ValueError: An option is invalid, or the job failed.
     """
-    if wish.operation not in OPERATIONS:
+    if request.operation not in OPERATIONS:
         raise ValueError(
-            f"--operation {wish.operation} is not a collective. HINT: {', '.join(OPERATIONS)}"
+            f"--operation {request.operation} is not a collective. HINT: {', '.join(OPERATIONS)}"
         )
-    words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
-    enough = wish.nodes.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
-    bind = wish.bind or ("core" if enough else "none")
+    words = ["--operation", request.operation, "--sizes", *map(str, request.sizes)]
+    enough = request.nodes.hosts is not None or request.ranks <= len(os.sched_getaffinity(0))
+    bind = request.bind or ("core" if enough else "none")
     say(
-        f"measuring {wish.operation} on {counted(wish.ranks, 'rank')} at "
-        f"{counted(len(wish.sizes), 'size')}"
+        f"measuring {request.operation} on {counted(request.ranks, 'rank')} at "
+        f"{counted(len(request.sizes), 'size')}"
     )
     _, found = run_and_read_summary(
         Job(BENCH_PROBE, words, True, bind=bind, hang_timeout=0.0),
-        LaunchOptions(wish.ranks, wish.nodes),
+        LaunchOptions(request.ranks, request.nodes),
         "nothing was measured, because the ranks ended with exit code {code}. HINT: their error is "
         "above",
     )
     notes: list[str] = []
     more: dict[str, Any] = {}
-    if wish.nodes.hosts is None and wish.nodes.hostfile is None:
-        more, why = _mpi(wish, words, say)
+    if request.nodes.hosts is None and request.nodes.hostfile is None:
+        more, why = _mpi(request, words, say)
         notes += [f"MPI was not measured: {why}"] if why else []
     measured = [*found["collectives"], *more.get("collectives", [])]
     collectives = [from_tree(Collective, tree, "", []) for tree in measured]
@@ -120,7 +131,7 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
 
 
 def _mpi(
-    wish: BenchRequest, words: list[str], say: Callable[[str], None]
+    request: BenchRequest, words: list[str], say: Callable[[str], None]
 ) -> tuple[dict[str, Any], str]:
     """Return the results of a job started by mpirun, or the reason why there are none."""
     launcher = find_program("mpirun") or find_program("mpiexec")
@@ -129,11 +140,11 @@ def _mpi(
             "mpi4py or mpirun is missing. HINT: pip install mpi4py, and load the MPI module of the "
             "cluster"
         )
-    say(f"measuring {wish.operation} through MPI")
+    say(f"measuring {request.operation} through MPI")
     # Allow Open MPI to start more ranks than there are cores, as Paceline also does.
     environment = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     probe = python_command("-m", BENCH_PROBE, "--mpi", *words)
-    command = [launcher, "-n", str(wish.ranks), *probe]
+    command = [launcher, "-n", str(request.ranks), *probe]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=MPI_SECONDS, env=environment
@@ -142,8 +153,8 @@ def _mpi(
         return {}, f"{launcher} did not end in {MPI_SECONDS} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     if done.returncode or not lines:
-        said = (done.stderr or done.stdout).splitlines()
-        first = next((line for line in said if re.search(r"\w", line)), "")
+        output = (done.stderr or done.stdout).splitlines()
+        first = next((line for line in output if re.search(r"\w", line)), "")
         return {}, f"{launcher} ended with exit code {done.returncode}: {first}"
     return dict(json.loads(lines[0])), ""
 
@@ -151,10 +162,16 @@ def _mpi(
 def merge_collectives(machine: Machine, found: list[Collective]) -> Machine:
     """Return the machine with these collectives in place of older ones of the same group."""
 
-    def key(one: Collective) -> tuple[object, ...]:
-        return one.group, one.operation, one.ranks, one.hosts, one.backend
+    def key(collective: Collective) -> tuple[object, ...]:
+        return (
+            collective.group,
+            collective.operation,
+            collective.ranks,
+            collective.hosts,
+            collective.backend,
+        )
 
-    new = {key(one) for one in found}
+    new = {key(collective) for collective in found}
     kept = [collective for collective in machine.collectives if key(collective) not in new]
     return replace(machine, collectives=(*kept, *found))
 
@@ -193,24 +210,29 @@ class CheckRequest:
     quick: bool = False
 
 
-def check(wish: CheckRequest) -> CheckResults:
+def check(request: CheckRequest) -> CheckResults:
     """Measure all hosts that answer; hosts that do not answer are listed in the machine file.
 
     Raises:
         ValueError: An option is invalid, or nothing could be measured.
     """
-    if wish.folder is not None and not wish.folder.is_dir():
-        raise ValueError(f"--data {wish.folder} is not a folder. HINT: give one that all hosts see")
-    arguments = ["--quick"] * wish.quick
-    if wish.folder is not None:
-        arguments += ["--data", str(wish.folder.absolute())]
+    if request.folder is not None and not request.folder.is_dir():
+        raise ValueError(
+            f"--data {request.folder} is not a folder. HINT: give one that all hosts see"
+        )
+    arguments = ["--quick"] * request.quick
+    if request.folder is not None:
+        arguments += ["--data", str(request.folder.absolute())]
     without: dict[str, str] = {}
     job = Job(PROBE, arguments, True, bind="none", hang_timeout=0.0)
 
-    variables = [*(wish.nodes.env or []), *[RACKS_VARIABLE] * bool(os.environ.get(RACKS_VARIABLE))]
+    variables = [
+        *(request.nodes.env or []),
+        *[RACKS_VARIABLE] * bool(os.environ.get(RACKS_VARIABLE)),
+    ]
     options = LaunchOptions(
-        wish.ranks,
-        replace(wish.nodes, env=variables),
+        request.ranks,
+        replace(request.nodes, env=variables),
         min_ranks_per_host=RANKS,
         excluded_hosts=without,
     )
@@ -221,15 +243,15 @@ def check(wish: CheckRequest) -> CheckResults:
         "their error is above; paceline run -m paceline.study.probe --quick repeats the "
         "measurements without a machine file",
     )
-    return CheckResults(*_read(found, without, wish), code)
+    return CheckResults(*_read(found, without, request), code)
 
 
 def _read(
-    found: dict[str, Any], without: dict[str, str], wish: CheckRequest
+    found: dict[str, Any], without: dict[str, str], request: CheckRequest
 ) -> tuple[Machine, dict[str, dict[str, Any]], list[str]]:
     more = {host["name"]: host.pop("more", {}) for host in found["hosts"]}
-    words = ["paceline", "check", *(["-H", hosts] if (hosts := wish.nodes.hosts) else [])]
-    words += ["--data", str(wish.folder)] if wish.folder else []
+    words = ["paceline", "check", *(["-H", hosts] if (hosts := request.nodes.hosts) else [])]
+    words += ["--data", str(request.folder)] if request.folder else []
     data = {
         "version": 1,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -54,7 +54,9 @@ def stage_on_hosts(
     """
     count = len(where.hosts)
     # The slots of a host count training ranks; staging needs one rank per host.
-    named = ",".join(f"{_bracketed(one.name)}:1" for one in where.hosts) if where.explicit else None
+    named = (
+        ",".join(f"{_bracketed(host.name)}:1" for host in where.hosts) if where.explicit else None
+    )
     ranks = LaunchOptions(count, NodeOptions(named, launcher=nodes.launcher, env=nodes.env))
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
     words += ["--shared"] if shared else []

@@ -15,7 +15,7 @@ from ..data.staging.stage import stage
 from ..plurals import counted
 from ..record.ring.launcher_messages import notify, send_to_launcher
 
-EVERY_S = 10.0  # interval between progress lines
+PROGRESS_INTERVAL_S = 10.0  # interval between progress lines
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true")
     args = parser.parse_args()
     first, waits = os.environ["RANK"] == "0", False
-    due = time.monotonic() + EVERY_S
+    due = time.monotonic() + PROGRESS_INTERVAL_S
 
     def ended(found: Staged) -> None:
         nonlocal waits
@@ -35,7 +35,7 @@ def main() -> None:
     def step(done: int, so_far: int) -> None:
         nonlocal due
         if first and time.monotonic() > due:
-            due = time.monotonic() + EVERY_S
+            due = time.monotonic() + PROGRESS_INTERVAL_S
             here = f"{socket.gethostname()} has {counted(done, 'more shard')}, {size(so_far)}"
             notify(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
 
@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit(f"{socket.gethostname()}: {mistake}")
     if first:
         alone = asdict(found) | {"folder": str(found.folder)}
-        hosts = sorted(found.hosts or [alone], key=lambda one: str(one["host"]))
+        hosts = sorted(found.hosts or [alone], key=lambda host: str(host["host"]))
         send_to_launcher(summary=json.dumps({"hosts": hosts}))
 
 

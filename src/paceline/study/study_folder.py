@@ -77,7 +77,7 @@ def locked_sizes(
         say: Receives what happens.
         sizes: The sizes that this command measures; None: all of them, and their jobs.
     """
-    names = [NAME] if sizes is None else [f".paceline-run-n{one}.json" for one in sorted(sizes)]
+    names = [NAME] if sizes is None else [f".paceline-run-n{size}.json" for size in sorted(sizes)]
     with locked_study(folder, say, names, SCALE_WAY_OUT):
         yield
 
@@ -111,7 +111,7 @@ def make_marked(path: Path, mark: str) -> None:
 
 
 def remove_run(path: Path) -> None:
-    """Remove a run that did not end by itself, as far as possible."""
+    """Remove the folder of a run that was ended, as far as possible."""
     with contextlib.suppress(OSError, UnsafeFileError):
         remove_marked(path, MARK)
 

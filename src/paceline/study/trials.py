@@ -17,15 +17,24 @@ from typing import Any, Self, TypeVar
 from ..analyze.records.load_run import Run, load_run
 from ..knobs.settings import Setting, write_settings
 from ..record.experiments.protect_files import KEPT_FILES_HINT
+from ..record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ..record.ring.states import State
+from ..record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ..security.overlay import VARIABLE, Overlay
 from ..security.processes import python_command
 from ..security.removal import TemporaryFolder
-from .script_runs.deadline import MINUTE_S, Deadline
 from .script_runs.launcher_server import LauncherServer
-from .script_runs.run_process import error_line, last_lines, launcher_line, run_processes
+from .script_runs.run_process import (
+    MINUTE_S,
+    Deadline,
+    error_line,
+    last_lines,
+    launcher_line,
+    run_processes,
+)
 
 K = TypeVar("K")
+SEED = "{seed}"  # in the arguments of a script: the number of the run's seed
 NODE_LOCAL = Path("/tmp")  # for changes, if TMPDIR is on a file system that cannot keep them
 
 
@@ -315,6 +324,22 @@ class Trials:
             words += ["--settings", str(path)]
         words += [] if spec.record is None else ["--record", str(spec.record)]
         return [*words, "--", asked.script, *(asked.args if spec.args is None else spec.args)]
+
+
+def seed_options(args: Sequence[str], seed: int) -> list[str]:
+    """Return the options of ``paceline run`` for a run with another seed.
+
+    A script without {seed} in its arguments gets it by ``PACELINE_SEED_SHIFT``.
+    """
+    return [] if any(SEED in word for word in args) else ["--env", f"{SEED_SHIFT}={seed}"]
+
+
+def step_limit_options(
+    trials: Trials, steps: int, scratch: Path, branches: bool = False
+) -> list[str]:
+    """Return the options of ``paceline run`` for a run with a ``StepLimit``."""
+    limit = StepLimit(steps, str(scratch), trials.covered, branches)
+    return ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
 
 
 def done_steps(run: Run | None) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.scaling.bends import Bend
-from paceline.analyze.scaling.cost_model import Place, exchange_terms, fit_terms, place_of
+from paceline.analyze.scaling.cost_model import PlacedSize, exchange_terms, fit_terms, placed_size
 from paceline.analyze.scaling.costs import costs_of_points, normal_max, quantile_max, size_costs
 from paceline.analyze.scaling.figures_of_run import MAX_WAITS, _waits
 from paceline.analyze.scaling.forecast import (
@@ -254,7 +254,7 @@ def test_levels_of_the_network_have_their_own_parameters() -> None:
     found = analyse_kind(ScalingStudy("folder", request, None, points), WEAK)
     assert found is not None
     for costs in found.costs:
-        assert found.model.throughput(place_of(costs)).value == pytest.approx(
+        assert found.model.throughput(placed_size(costs)).value == pytest.approx(
             costs.throughput, rel=0.05
         )
     names = [one.name for one in found.model.parameters() if one.name.startswith("exchange: bytes")]
@@ -308,7 +308,7 @@ def test_data_parallel_groups_grow_and_tensor_parallel_ones_keep_their_size() ->
     assert by_kind["all-reduce"].grows
     assert not by_kind["all-gather"].grows
     assert sum(one.calls for one in costs.exchanges if one.kind == "all-gather") == 1
-    larger = exchange_terms(costs, Place(16, 1, 16, 64), None)
+    larger = exchange_terms(costs, PlacedSize(16, 1, 16, 64), None)
     assert larger["latency"] == pytest.approx(2 * (8 - 1) + 1)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cost.pipeline import chunks_of, idle_share
+from paceline.cost.layout import chunks_of, idle_share
 from paceline.parallel.pipeline.execution.schedules import SCHEDULES
 from paceline.parallel.pipeline.executor import SplitBackward
 

@@ -15,7 +15,7 @@ from paceline.study.diagnose.plan import (
     fit_into_script,
     next_plan,
 )
-from paceline.study.script_runs.deadline import Deadline
+from paceline.study.script_runs.run_process import Deadline
 
 ROUNDS = (3, 9)
 TRAIN = """

@@ -20,12 +20,12 @@ from paceline.analyze.scaling.study_model import (
     StudyRun,
 )
 from paceline.study.scale import run_study as module
-from paceline.study.scale.places import Place
 from paceline.study.scale.plan import PER_RANK, filled_in
 from paceline.study.scale.request import parse_precision, parse_sizes
 from paceline.study.scale.run_setup import SetupResult
 from paceline.study.scale.run_study import new_study, run_study
 from paceline.study.study_folder import new_run_folder
+from paceline.study.study_nodes import StudyNodes
 from paceline.study.trials import InterruptedTrialError, Trial, TrialSpec
 
 STEP_S = 0.01
@@ -43,7 +43,7 @@ class FakeRuns:
     def __init__(self):
         self.noise, self.failing, self.interrupt_at = {}, set(), None
         self.order, self.groups, self.plans, self.batch = [], [], [], 64
-        self.place = Place("this machine", (4,))
+        self.nodes = StudyNodes("this machine", (4,))
 
     def __call__(self, folder, request, place, trials):
         self.folder, self.trials = folder, trials
@@ -84,12 +84,12 @@ class FakeRuns:
 def runs(monkeypatch):
     found = FakeRuns()
     monkeypatch.setattr(module, "SetupRunner", found)
-    monkeypatch.setattr(module, "place_of", lambda where: found.place)
+    monkeypatch.setattr(module, "find_study_nodes", lambda where: found.nodes)
 
     class Nothing(contextlib.nullcontext):
         def __init__(self, asked, *_):
             super().__init__(self)
-            from paceline.study.script_runs.deadline import Deadline
+            from paceline.study.script_runs.run_process import Deadline
 
             self.deadline = Deadline.after(60 * asked.minutes)
 
@@ -127,14 +127,14 @@ def test_only_sizes_that_are_not_known_precisely_are_repeated(tmp_path, runs):
 
 
 def test_sizes_run_side_by_side_on_different_hosts(tmp_path, runs):
-    runs.place = Place("-H", (1, 1, 1), ("a", "b", "c"))
+    runs.nodes = StudyNodes("-H", (1, 1, 1), ("a", "b", "c"))
     folder = study(tmp_path, side_by_side=True)
     found = run_study(folder, StudyListener()).study
     first = [["n1-b64", "n2-b64"], ["n2-b128"]]
     backwards = [["n2-b128"], ["n2-b64", "n1-b64"]]
     assert runs.groups == [*first, *backwards, *first]
     assert any("at the same time on different hosts" in note for note in found.notes)
-    assert runs.place.where(1, 2) == ["-H", "c:1"]
+    assert runs.nodes.where(1, 2) == ["-H", "c:1"]
 
 
 def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):
@@ -244,7 +244,7 @@ def test_sizes_beyond_the_machine_are_refused(tmp_path, runs):
 )
 def test_ranks_have_equal_cores_or_share_them(sizes, options):
     request = StudyRequest("train.py", [], "/", [STRONG], sizes, oversubscribe=True)
-    assert module._with_equal_cores(request, Place("here", (2,), cores=2)) == options
+    assert module._with_equal_cores(request, StudyNodes("here", (2,), cores=2)) == options
 
 
 def test_templates_become_the_batch_of_each_size(tmp_path):
@@ -284,9 +284,9 @@ def test_sizes_are_sorted_and_checked():
 
 
 def test_every_size_fills_the_first_hosts():
-    place = Place("-H", (2, 2, 2), ("a", "b", "c"), ("--launcher", "srun"), cores=4)
-    assert place.where(1) == ["-H", "a:1", "--launcher", "srun"]
-    assert place.where(3)[:2] == ["-H", "a:2,b:1"]
-    assert [place.hosts_of(n) for n in (1, 2, 3, 6)] == [1, 1, 2, 3]
-    assert place.cores_of_rank(2) == 2
-    assert place.capacity == 6
+    nodes = StudyNodes("-H", (2, 2, 2), ("a", "b", "c"), ("--launcher", "srun"), cores=4)
+    assert nodes.where(1) == ["-H", "a:1", "--launcher", "srun"]
+    assert nodes.where(3)[:2] == ["-H", "a:2,b:1"]
+    assert [nodes.hosts_of(n) for n in (1, 2, 3, 6)] == [1, 1, 2, 3]
+    assert nodes.cores_of_rank(2) == 2
+    assert nodes.capacity == 6

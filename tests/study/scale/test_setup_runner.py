@@ -20,7 +20,7 @@ from paceline.analyze.scaling.study_model import (
 )
 from paceline.study.scale import run_setup, run_study
 from paceline.study.scale.plan import plan_points
-from paceline.study.script_runs.deadline import Deadline
+from paceline.study.script_runs.run_process import Deadline
 from paceline.study.study_folder import FIRST, new_run_folder
 from paceline.study.trials import Trial
 

@@ -5,7 +5,7 @@ import ranks
 from test_scale_jobs import TRAIN
 
 from paceline.analyze.scaling.study_folder import read_study
-from paceline.study.scale.places import Place, check_side_by_side
+from paceline.study.study_nodes import StudyNodes, check_side_by_side
 
 
 @pytest.mark.long
@@ -29,6 +29,6 @@ def test_sizes_run_at_the_same_time_on_different_hosts(hosts, shared_folder):
 
 def test_sizes_that_would_share_a_node_are_not_measured_side_by_side():
     with pytest.raises(ValueError, match=r"share one node \(this machine\).*HINT: leave it out"):
-        check_side_by_side(Place("this machine", (2,)))
+        check_side_by_side(StudyNodes("this machine", (2,)))
     with pytest.raises(ValueError, match=r"can't be chosen \(LSF\)"):
-        check_side_by_side(Place("LSF", (2, 2)))
+        check_side_by_side(StudyNodes("LSF", (2, 2)))

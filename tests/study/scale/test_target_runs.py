@@ -13,9 +13,9 @@ from paceline.analyze.reference.metric import LOGGED, Metric
 from paceline.analyze.reference.reference_file import RECORD_FILE, write_reference
 from paceline.analyze.reference.series import Reference, Series
 from paceline.analyze.scaling.study_model import STRONG, Setup, StudyRequest
-from paceline.study.scale.places import Place
 from paceline.study.scale.run_setup import RunPlan, SetupRunner, target_options, target_result
-from paceline.study.script_runs.deadline import Deadline
+from paceline.study.script_runs.run_process import Deadline
+from paceline.study.study_nodes import StudyNodes
 from paceline.study.trials import Trial
 
 REQUEST = StudyRequest("a.py", [], "/tmp", [STRONG], [2], until="accuracy>=0.9")
@@ -139,7 +139,7 @@ def test_run_that_its_time_limit_ends_says_how_far_it_came(tmp_path):
     args = ["--batch={per_rank}"]
     request = dataclasses.replace(REQUEST, args=args, until="accuracy>=0.99")
     trials = TimedOut()
-    runner = SetupRunner(tmp_path, request, Place("this machine", (2,)), trials)
+    runner = SetupRunner(tmp_path, request, StudyNodes("this machine", (2,)), trials)
     run = runner.run([SETUP], RunPlan(0, limit_s=25))[0].run
     assert run.failure == ""
     end = run.figures.to_target

@@ -17,13 +17,12 @@ import pytest
 from paceline.record.trial_reports import VARIABLE, Answer, TrialRequest, read_lines
 from paceline.report.tuning.tuning_view import TuneListener
 from paceline.security.schema import parse_json
+from paceline.study.study_nodes import Node, TrialNodes
 from paceline.study.tune import journal
-from paceline.study.tune.machine import Machine, Node
 from paceline.study.tune.open_study import begin_study, continue_study, fork_study, locked
-from paceline.study.tune.runner import Runner
 from paceline.study.tune.searches.registry import make_search, search_class
 from paceline.study.tune.trial_folder import TrialFolder
-from paceline.study.tune.tune import load_spec
+from paceline.study.tune.tune import Runner, load_spec
 
 
 class KilledError(BaseException):
@@ -44,11 +43,11 @@ class Played:
 
     @property
     def trial(self) -> int:
-        return int(Path(self.start.output).parent.name)
+        return int(Path(self.start.trial).name)
 
     @property
     def checkpoint(self) -> Path:
-        return Path(self.start.output).parent / "checkpoint"
+        return Path(self.start.trial) / "checkpoint"
 
 
 class PlayedServer:
@@ -92,7 +91,7 @@ class PlayedServer:
             if code is not None:
                 del self.running[number]
                 end = json.dumps({"code": code, "seconds": 1.0, "nodes": played.start.nodes})
-                Path(played.start.end_file).write_text(end)
+                played.start.files.end_file.write_text(end)
                 self.ends.append((played.trial, code))
                 found.append((number, code))
         return found
@@ -249,14 +248,14 @@ def play(
     spec = load_spec(path)
     heard = heard or Heard()
     nodes = nodes or [Node("", cores)]
-    machine = Machine(nodes, "ssh", "the test", spec.table.cores)
+    trial_nodes = TrialNodes(nodes, "ssh", "the test", spec.table.cores)
     for ranks in search_class(spec).numbers_of_ranks(spec):
-        machine.check(ranks)
+        trial_nodes.check(ranks)
     with locked(spec, heard.message):
         begin = fork_study if forked else continue_study if continued else begin_study
         opened = begin(spec, heard.message)
         search = make_search(opened.study, spec)
-        runner = Runner(opened, search, machine, server, heard, minutes, interrupted)
+        runner = Runner(opened, search, trial_nodes, server, heard, minutes, interrupted)
         return opened, runner.run()
 
 

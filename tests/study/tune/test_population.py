@@ -29,9 +29,9 @@ from paceline.launch.monitor.interrupt import TerminatedError
 from paceline.report.tuning.tuning_files import best_text, tuning_json
 from paceline.study.tune import trial_server
 from paceline.study.tune.parameters import Parameter
-from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.study_view import read_view
 from paceline.study.tune.trial_folder import TrialFolder
+from paceline.study.tune.trial_outcome import StudyStoppedError
 from paceline.study.tune.trial_server import TrialStart
 
 STUDY = """
@@ -294,7 +294,7 @@ def test_a_copy_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
     (source.checkpoint / "epoch").write_text("1")
     attempt = target.begin_attempt()
     start = TrialStart(
-        1, [], 1, (0, 1, 0, 0), "", str(attempt.output), "", "", parent=str(source.path)
+        1, str(target.path), attempt.number, [], 1, (0, 1, 0, 0), "", parent=str(source.path)
     )
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)}
     try:

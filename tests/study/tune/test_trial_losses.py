@@ -1,7 +1,6 @@
 """Trials that wait are named with their largest loss; the noise scale gives bounds of the batch."""
 
 import json
-from pathlib import Path
 
 from played_trials import PlayedServer, once, play, write_study
 
@@ -24,7 +23,7 @@ NOISE = {"samples": 420.0, "low": 310.0, "high": 600.0, "global_batch": 64, "ste
 def test_trials_that_wait_are_named(tmp_path):
     def script(played):
         summary = {**SUMMARIES[played.trial], "noise_scale": NOISE if played.trial == 2 else None}
-        Path(played.start.summary).write_text(json.dumps(summary))
+        played.start.files.summary.write_text(json.dumps(summary))
         yield from once(played)
         return 0
 
@@ -46,7 +45,7 @@ def test_trials_that_wait_are_named(tmp_path):
 
 def test_a_damaged_summary_is_no_obstacle(tmp_path):
     def script(played):
-        Path(played.start.summary).write_text('{"losses": [{"kind": "input", "share": "much"}]}')
+        played.start.files.summary.write_text('{"losses": [{"kind": "input", "share": "much"}]}')
         yield from once(played)
         return 0
 

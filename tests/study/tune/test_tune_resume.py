@@ -16,9 +16,9 @@ from played_trials import (
     write_study,
 )
 
-from paceline.study.tune import runner
-from paceline.study.tune.runner import StudyStoppedError
+from paceline.study.tune import tune
 from paceline.study.tune.searches.search import FAILURE, RUN_FIGURES, Search
+from paceline.study.tune.trial_outcome import StudyStoppedError
 
 PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
 KNOWN = "[[known]]\nx = 0.5\n[[known]]\nx = 0.75\n"
@@ -126,13 +126,13 @@ def test_a_trial_that_was_to_stop_is_not_revived(tmp_path, monkeypatch, pruner):
 
 
 def test_a_trial_is_not_promoted_while_its_last_attempt_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "OLD_ATTEMPT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tune, "OLD_ATTEMPT_TIMEOUT_S", 0.05)
     path, held = write_study(tmp_path, **PROMOTION), []
 
     class Holds(PlayedServer):
         def start(self, start):
             super().start(start)
-            held.append(os.open(start.lock, os.O_RDWR))
+            held.append(os.open(start.files.lock, os.O_RDWR))
             fcntl.flock(held[-1], fcntl.LOCK_SH)
 
     server = Holds(by_epochs(9))

@@ -1,6 +1,7 @@
 """The runner of a study, with trials that are played: kills, failures, budgets, promotion."""
 
 import math
+import os
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ from played_trials import (
     write_study,
 )
 
-from paceline.study.tune import trial_folder as outcomes
-from paceline.study.tune.machine import Node
-from paceline.study.tune.runner import StudyStoppedError
+from paceline.study.probe.measure.host_facts import free_space
+from paceline.study.study_nodes import Node
+from paceline.study.tune import trial_outcome
 from paceline.study.tune.searches.search import FAILURE
+from paceline.study.tune.trial_outcome import StudyStoppedError
 
 PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
 
@@ -163,7 +165,7 @@ def test_failures_are_told_apart(tmp_path):
         if played.trial == 0:
             yield 1, 0.5
         text, code = said[played.trial]
-        with open(played.start.output, "a") as file:
+        with open(played.start.files.output, "a") as file:
             file.write(f"{text}\n")
         return code
 
@@ -182,14 +184,14 @@ def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch, said):
 
     def script(played):
         if played.trial == 2 and free[0] < 1 << 20:
-            with open(played.start.output, "a") as file:
+            with open(played.start.files.output, "a") as file:
                 file.write(said)
             return 120
         yield from once(played)
         return 0
 
     free = [1000.0]
-    monkeypatch.setattr(outcomes, "free_space", lambda _: free[0])
+    monkeypatch.setattr(trial_outcome, "free_space", lambda _: free[0])
     path = write_study(tmp_path)
     full = re.compile("trial 2 could not write: .*no space left", re.IGNORECASE)
     with pytest.raises(StudyStoppedError, match=full):
@@ -202,8 +204,8 @@ def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch, said):
 
 def test_a_file_system_without_a_number_of_blocks_is_not_full(tmp_path, monkeypatch):
     none = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
-    monkeypatch.setattr(outcomes.os, "statvfs", lambda _: none)
-    assert outcomes.free_space(tmp_path) is None
+    monkeypatch.setattr(os, "statvfs", lambda _: none)
+    assert free_space(tmp_path) is None
 
 
 def test_a_diverged_trial_is_ended_at_once(tmp_path):
@@ -224,7 +226,7 @@ def test_a_diverged_trial_is_ended_at_once(tmp_path):
 def test_the_first_failures_of_one_kind_stop_the_study(tmp_path):
     def script(played):
         yield from ()
-        with open(played.start.output, "a") as file:
+        with open(played.start.files.output, "a") as file:
             file.write("ModuleNotFoundError: No module named 'nothing'\n")
         return 1
 
@@ -326,7 +328,7 @@ def test_a_grid_ends_after_its_points(tmp_path):
 def test_a_lost_node_gets_no_further_trial(tmp_path):
     def script(played):
         if played.start.hosts.startswith("bad"):
-            with open(played.start.output, "a") as file:
+            with open(played.start.files.output, "a") as file:
                 file.write("paceline: rank 0 on bad was lost with its node: it did not answer\n")
             return 137
         yield from once(played)

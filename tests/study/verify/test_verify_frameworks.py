@@ -6,7 +6,7 @@ import pytest
 
 from paceline.analyze.verification.find import judge
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify.verify import run_verification
+from paceline.study.verify import run_verification
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = Path(__file__).parents[3] / "benchmarks" / "verify" / "open_half" / "scripts"

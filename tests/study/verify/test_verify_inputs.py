@@ -5,8 +5,7 @@ import ranks
 
 from paceline.analyze.verification.find import judge
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify.run_observed import RunFailedError
-from paceline.study.verify.verify import run_verification
+from paceline.study.verify import RunFailedError, run_verification
 
 SCRIPT = """
     import os

@@ -10,10 +10,9 @@ from paceline.analyze.verification.joined_runs import JoinedRuns
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.observe.facts.ranks import SKETCH_SIZE
 from paceline.observe.settings import VerifySettings
+from paceline.study import verify
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify import run_observed, verify
-from paceline.study.verify import verify as verify_module
-from paceline.study.verify.verify import run_verification, saves_every_some_steps
+from paceline.study.verify import run_verification, saves_every_some_steps
 from trainings import Training, find, shuffled, total, train, verified
 
 SCRIPT = """
@@ -197,8 +196,8 @@ def test_scripts_that_save_every_some_steps(tmp_path, line, wanted):
 
 def test_each_run_says_how_long_all_will_take(tmp_path, monkeypatch):
     said, now = [], [0.0]
-    monkeypatch.setattr(run_observed.time, "monotonic", lambda: now[0])
-    with run_observed.ObservedRuns(ScriptRequest("train.py", []), said.append) as runs:
+    monkeypatch.setattr(verify.time, "monotonic", lambda: now[0])
+    with verify.ObservedRuns(ScriptRequest("train.py", []), said.append) as runs:
         runs._announce("all ranks")
         now[0], runs.rest = 8.0, 3
         runs._announce("one rank")
@@ -228,7 +227,7 @@ def test_small_difference_is_none_if_last_bits_change_as_much(is_rounding):
             asked.append(settings)
             return [other.permuted]
 
-    rest = verify_module._round(Runs(), found, VerifySettings(""), one)
+    rest = verify._round(Runs(), found, VerifySettings(""), one)
     assert [(x.permutes, x.last_bits > 2) for x in asked] == [(True, True)]
     assert (rest is None) == is_rounding
     assert (found.permuted is before) != is_rounding

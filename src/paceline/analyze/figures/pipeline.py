@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cost.pipeline import idle_share
+from ...cost.layout import idle_share
 from ...record.ring.states import State
 from ..records.read_record import Record, mesh_places
 from ..records.state_timeline import Window, total

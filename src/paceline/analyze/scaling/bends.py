@@ -91,7 +91,7 @@ class Bend:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A remedy for a loss that grew (predict/scaling.py).
+    """A remedy for a loss that grew (predict/remedies.py).
 
     Attributes:
         cause: Id of the loss.
@@ -196,7 +196,7 @@ def _starved_by(costs: SizeCosts) -> str:
 def _of_computing(
     grown: float, one: SizeCosts, two: SizeCosts, kind: str, model: CostModel
 ) -> dict[str, float]:
-    """Divide the growth of computing: what a step costs whatever its batch, and shared cores."""
+    """Divide the growth of computing into the cost of a step without samples, and shared cores."""
     before, after = model.by_term(COMPUTE, one), model.by_term(COMPUTE, two)
     by_cause = {
         cause: max(after.get(term, 0.0) / two.batch - before.get(term, 0.0) / one.batch, 0.0)

@@ -162,8 +162,8 @@ def _fit(
     if terms:
         space = np.linalg.qr(scaled)[0]
         if np.linalg.cond(scaled) > _MAX_CONDITION or any(
-            one.shape == space.shape and np.abs(one @ one.T - space @ space.T).max() < _SAME
-            for one in seen
+            basis.shape == space.shape and np.abs(basis @ basis.T - space @ space.T).max() < _SAME
+            for basis in seen
         ):
             return None
         seen.append(space)
@@ -184,12 +184,7 @@ USUAL_HALF_BYTES = 256 << 10
 MIN_TERM_WEIGHT = 0.3  # of all candidates, those with a term: then its parameter is shown
 _LEAST = 1e-12
 
-STEP, SAMPLE, SHARED, CROWD = (
-    "a step",
-    "a sample",
-    "a sample and rank of the node",
-    "a lacking core",
-)
+STEP, SAMPLE, SHARED = "a step", "a sample", "a sample and rank of the node"
 ALL_SAMPLES, DIVIDED, RANKS = "a sample of all ranks", "divided among the ranks", "a rank"
 LATE, LATE_SAMPLE = "lateness", "lateness a sample"
 FIXED, FIXED_SAMPLE = "one late rank", "one late rank a sample"
@@ -208,7 +203,7 @@ CANDIDATES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedSize:
     """A size as the model needs it: ranks, nodes, and samples per rank and step."""
 
     ranks: int
@@ -234,14 +229,16 @@ class ExchangeFit:
     overlap: float
     exposed: float
 
-    def seconds(self, place: Place, cores: int | None, computing_s: float) -> tuple[float, float]:
+    def seconds(
+        self, place: PlacedSize, cores: int | None, computing_s: float
+    ) -> tuple[float, float]:
         """Return the exposed seconds of a step and their standard error."""
         whole, error = self.fit.predict(exchange_terms(self.costs[-1], place, cores))
         return max(whole - self.overlap * computing_s, self.exposed * whole), error
 
     def latency_share(self, costs: SizeCosts) -> float:
         """Return the share of the exchange that latencies take at a measured size."""
-        by_term = self.fit.by_term(exchange_terms(costs, place_of(costs), costs.cores))
+        by_term = self.fit.by_term(exchange_terms(costs, placed_size(costs), costs.cores))
         whole = sum(by_term.values())
         late = sum(value for name, value in by_term.items() if not name.startswith("bytes"))
         if whole <= 0:
@@ -265,7 +262,7 @@ class CostModel:
     fits: dict[str, MixedFit]
     exchange: ExchangeFit | None
 
-    def parts(self, place: Place) -> dict[str, tuple[float, float]]:
+    def parts(self, place: PlacedSize) -> dict[str, tuple[float, float]]:
         """Return the predicted seconds of each part of a step, and their standard errors."""
         terms = self._terms(place)
         found = {name: fit.predict(terms) for name, fit in self.fits.items()}
@@ -274,7 +271,7 @@ class CostModel:
             found[EXCHANGE] = self.exchange.seconds(place, cores, found[COMPUTE][0])
         return found
 
-    def step_s(self, place: Place) -> Band:
+    def step_s(self, place: PlacedSize) -> Band:
         """Return the predicted duration of a step with its 95 % band.
 
         The band contains what equal runs differ by.
@@ -285,7 +282,7 @@ class CostModel:
         half = QUANTILE * math.sqrt(sum(error**2 for _, error in found.values()) + noise**2)
         return Band(value, max(value - half, _LEAST), value + half)
 
-    def throughput(self, place: Place) -> Band:
+    def throughput(self, place: PlacedSize) -> Band:
         """Return the predicted samples/s of the whole job with its 95 % band."""
         step = self.step_s(place)
         samples = place.ranks * place.batch
@@ -293,7 +290,7 @@ class CostModel:
 
     def by_term(self, part: str, costs: SizeCosts) -> dict[str, float]:
         """Return what each term of a part contributes at a measured size (s)."""
-        return self.fits[part].by_term(self._terms(place_of(costs)))
+        return self.fits[part].by_term(self._terms(placed_size(costs)))
 
     def parameters(self) -> list[Parameter]:
         """Return the likely terms' parameters with 95 % intervals, in the order of PARTS."""
@@ -313,19 +310,19 @@ class CostModel:
                 found.append(Parameter(key, value, max(value - half, 0.0), value + half, unit))
         return found
 
-    def _terms(self, place: Place) -> dict[str, float]:
+    def _terms(self, place: PlacedSize) -> dict[str, float]:
         return model_terms(place, self.costs[-1].cores, _lateness(self.costs))
 
 
-def place_of(costs: SizeCosts) -> Place:
-    return Place(costs.ranks, costs.hosts, costs.per_host, costs.batch)
+def placed_size(costs: SizeCosts) -> PlacedSize:
+    return PlacedSize(costs.ranks, costs.hosts, costs.per_host, costs.batch)
 
 
 def fit_cost_model(costs: Sequence[SizeCosts]) -> CostModel:
     """Fit every part to the measured sizes, of both kinds of scaling together."""
-    ordered = sorted(costs, key=lambda one: (one.ranks, one.batch))
+    ordered = sorted(costs, key=lambda size: (size.ranks, size.batch))
     late = _lateness(ordered)
-    rows = [model_terms(place_of(size), size.cores, late) for size in ordered]
+    rows = [model_terms(placed_size(size), size.cores, late) for size in ordered]
     fits = {}
     for name, candidates in CANDIDATES.items():
         columns = {term: [row[term] for row in rows] for term in rows[0]}
@@ -334,7 +331,7 @@ def fit_cost_model(costs: Sequence[SizeCosts]) -> CostModel:
     return CostModel(ordered, fits, _fit_exchange(ordered))
 
 
-def model_terms(place: Place, cores: int | None, late: Sequence[float]) -> dict[str, float]:
+def model_terms(place: PlacedSize, cores: int | None, late: Sequence[float]) -> dict[str, float]:
     """Return the value of every term at a size; late: quantiles of the ranks' computing times."""
     p, b = place.ranks, place.batch
     lacking = max(place.per_host / cores - 1, 0.0) if cores else float(place.per_host - 1)
@@ -369,10 +366,10 @@ def _lateness(costs: Sequence[SizeCosts]) -> list[float]:
     if count < 3 or rare > largest.parts[JITTER]:
         return []
     spread = float(np.std(np.interp(np.linspace(0, 1, 1000), np.linspace(0, 1, count), quantiles)))
-    return [one / spread for one in quantiles] if spread > 0 else []
+    return [quantile / spread for quantile in quantiles] if spread > 0 else []
 
 
-def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[str, float]:
+def exchange_terms(costs: SizeCosts, place: PlacedSize, cores: int | None) -> dict[str, float]:
     """Return the exchange's terms for the collectives of ``costs`` at another size.
 
     "latency" and "bytes" are those of a ring over all ranks, "calls" is what a call takes in a
@@ -430,7 +427,7 @@ def _fit_exchange(costs: Sequence[SizeCosts]) -> ExchangeFit | None:
     for size in communicating:
         flying = sum(load.seconds - load.exposed for load in size.exchanges)
         exposed = max(size.parts[EXCHANGE], LEAST_PART * size.step_s)
-        rows.append(exchange_terms(size, place_of(size), size.cores))
+        rows.append(exchange_terms(size, placed_size(size), size.cores))
         values.append(size.parts[EXCHANGE] + flying)
         # as parts of a step vary: with the square root of their duration
         errors.append(size.errors[EXCHANGE] * math.sqrt((exposed + flying) / exposed))

@@ -1,7 +1,7 @@
 """Parts of a step at one size, from the figures of its runs: what a scaling law is fitted to.
 
 A part is the time that ranks spend in a state, and the time in which others wait for them because
-of it. So the parts of a size add up to its step, whatever the others wait for.
+of it. So the parts of a size add up to its step.
 """
 
 import math
@@ -119,16 +119,16 @@ def costs_of_points(points: Iterable[SizePoint]) -> list[SizeCosts]:
 def _with_growing_groups(costs: Sequence[SizeCosts]) -> list[SizeCosts]:
     """Return the costs with ``grows`` for groups that have the same part of the ranks at two sizes.
 
-    Such as the data-parallel groups beside tensor-parallel ones, which keep their size.
+    Data-parallel groups do, and tensor-parallel groups keep their size.
     """
 
     def part(load: ExchangeLoad, one: SizeCosts) -> tuple[str, float]:
         return load.kind, load.members / one.ranks
 
     sizes: dict[tuple[str, float], set[int]] = {}
-    for one in costs:
-        for load in one.exchanges:
-            sizes.setdefault(part(load, one), set()).add(one.ranks)
+    for size in costs:
+        for load in size.exchanges:
+            sizes.setdefault(part(load, size), set()).add(size.ranks)
     return [
         replace(
             size,
@@ -228,7 +228,7 @@ def _late_ranks(runs: Sequence[RunFigures]) -> dict[str, tuple[int, float]]:
     for part, by_rank in sums.items():
         whole = sum(by_rank.values())
         known = {rank: seconds for rank, seconds in by_rank.items() if rank is not None}
-        rank = max(known, key=lambda one: known[one], default=None)
+        rank = max(known, key=lambda rank: known[rank], default=None)
         if rank is not None and whole > 0:
             found[part] = (rank, known[rank] / whole)
     for part in (SLOW_RANK, JITTER):
@@ -244,13 +244,13 @@ def _exchanges(runs: Sequence[RunFigures], ranks: int) -> list[ExchangeLoad]:
         if load.size < 2 or not load.calls:
             continue
         same = [
-            one
+            other
             for run in runs
-            for one in run.collectives
-            if (one.group, one.kind) == (load.group, load.kind)
+            for other in run.collectives
+            if (other.group, other.kind) == (load.group, load.kind)
         ]
-        exposed = statistics.fmean(one.transfer for one in same)
-        flying = statistics.fmean(one.overlapped for one in same)
+        exposed = statistics.fmean(other.transfer for other in same)
+        flying = statistics.fmean(other.overlapped for other in same)
         share = load.size / ranks  # of the ranks are members
         result.append(
             ExchangeLoad(
@@ -301,7 +301,7 @@ def _error(values: Sequence[float], within: float, step_s: float) -> float:
 
 
 def _mean_lists(each: Sequence[Sequence[float]]) -> list[float]:
-    known = [one for one in each if one and len(one) == len(each[0])]
+    known = [values for values in each if values and len(values) == len(each[0])]
     return [statistics.fmean(column) for column in zip(*known, strict=True)]
 
 

@@ -121,7 +121,7 @@ def _figures(analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
         first_step=m.steps.first,
         warm_up=warm_up.steps,
         steady=warm_up.steady,
-        step_s=[float(one) for one in m.steps.seconds],
+        step_s=[float(seconds) for seconds in m.steps.seconds],
         samples_per_step=float(samples.mean()),
         usual_samples=float(np.median(samples)),
         batches_per_step=batches_per_step(m.records, m.steps),
@@ -178,16 +178,16 @@ def _collectives(report: Report, steps: int, window_s: float) -> list[Collective
         CollectiveLoad(
             group.name,
             group.size,
-            one.name,
-            one.count / steps,
-            one.bytes / steps,
-            max(one.wait, 0.0) * step_s,
-            max(one.transfer, 0.0) * step_s,
-            max(one.hidden, 0.0) * step_s,
-            one.busbw,
+            collective.name,
+            collective.count / steps,
+            collective.bytes / steps,
+            max(collective.wait, 0.0) * step_s,
+            max(collective.transfer, 0.0) * step_s,
+            max(collective.hidden, 0.0) * step_s,
+            collective.busbw,
         )
         for group in report.groups
-        for one in group.collectives
+        for collective in group.collectives
     ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .bends import Bend, find_bends
-from .cost_model import CostModel, Place, fit_cost_model
+from .cost_model import CostModel, PlacedSize, fit_cost_model
 from .costs import SizeCosts, costs_of_points, size_costs
 from .laws import UNIVERSAL, Band, LawFit, fit_laws
 from .study_model import STRONG, Prediction, ScalingStudy
@@ -109,10 +109,10 @@ def analyse_kind(study: ScalingStudy, kind: str) -> KindAnalysis | None:
 
 def _costs_of_kind(study: ScalingStudy, kind: str) -> list[SizeCosts]:
     found = [size_costs(point) for point in study.of_kind(kind)]
-    return [one for one in found if one is not None]
+    return [size for size in found if size is not None]
 
 
-def place_at(costs: Sequence[SizeCosts], kind: str, ranks: int) -> Place:
+def placed_size_at(costs: Sequence[SizeCosts], kind: str, ranks: int) -> PlacedSize:
     """Return where ``ranks`` ranks of a kind run, and their batch, as the largest size does.
 
     On one node they are assumed to share it; on several, each has as many ranks as before.
@@ -120,9 +120,9 @@ def place_at(costs: Sequence[SizeCosts], kind: str, ranks: int) -> Place:
     largest = costs[-1]
     batch = largest.batch * largest.ranks / ranks if kind == STRONG else largest.batch
     if largest.hosts == 1:
-        return Place(ranks, 1, ranks, batch)
+        return PlacedSize(ranks, 1, ranks, batch)
     per_host = min(largest.per_host, ranks)
-    return Place(ranks, math.ceil(ranks / per_host), per_host, batch)
+    return PlacedSize(ranks, math.ceil(ranks / per_host), per_host, batch)
 
 
 def next_sizes(sizes: Sequence[int], count: int = NEXT_SIZES) -> list[int]:
@@ -139,7 +139,7 @@ def predict_size(
     model: CostModel, laws: Sequence[LawFit], costs: Sequence[SizeCosts], kind: str, ranks: int
 ) -> dict[str, Band]:
     """Return the throughput of a size by each model."""
-    found = {COST_MODEL: model.throughput(place_at(costs, kind, ranks))}
+    found = {COST_MODEL: model.throughput(placed_size_at(costs, kind, ranks))}
     found |= {law.law: law.throughput(ranks) for law in laws}
     return found
 
@@ -191,7 +191,7 @@ def leave_one_out(
     for size in costs:
         others = [x for x in costs if x.ranks != size.ranks]
         model = fit_cost_model([x for x in every if x.ranks != size.ranks])
-        place = Place(size.ranks, size.hosts, size.per_host, size.batch)
+        place = PlacedSize(size.ranks, size.hosts, size.per_host, size.batch)
         predicted = {COST_MODEL: model.throughput(place).value}
         predicted |= {law.law: law.throughput(size.ranks).value for law in fit_laws(others, kind)}
         found += [
@@ -217,11 +217,11 @@ def find_knee(model: CostModel, costs: Sequence[SizeCosts], kind: str, efficienc
     while open_ends and size < limit:
         step = max(size + 1, int(size * _GRID))
         size = min([step, limit, *(x for x in measured if x > size)])
-        place = place_at(costs, kind, size)
+        place = placed_size_at(costs, kind, size)
         band = model.throughput(place)
         if size in measured:
             one = measured[size]
-            place = Place(size, one.hosts, one.per_host, one.batch)
+            place = PlacedSize(size, one.hosts, one.per_host, one.batch)
             x, error = one.throughput, 2 * one.error / one.step_s
             band = Band(x, x * (1 - error), x * (1 + error))
         for name in list(open_ends):

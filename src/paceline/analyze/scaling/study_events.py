@@ -38,4 +38,4 @@ class StudyListener:
         """Report something that the user should know now."""
 
     def study_ended(self, study: ScalingStudy, progress: Progress) -> None:
-        """Report the study as it is at the end; also after Ctrl-C."""
+        """Report the study at its end; also after Ctrl-C."""

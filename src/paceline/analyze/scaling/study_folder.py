@@ -50,15 +50,24 @@ class PlannedPoint:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredFile:
     """What all files of a study begin with."""
 
     format: str
     version: Annotated[int, Meta(ge=1)]
 
+    def check(self, path: Path, known: str = FORMAT, newest: int = VERSION) -> None:
+        """Raise InvalidFileError unless the file is of a format and version that can be read."""
+        if self.format != known or self.version > newest:
+            raise InvalidFileError(
+                path,
+                f"is no file of a scaling study that this version of Paceline reads (format "
+                f"{printable(self.format[:40])!r}, version {self.version}). HINT: update Paceline",
+            )
+
 
 @dataclass(frozen=True)
-class StoredStudy(_Stored):
+class StoredStudy(StoredFile):
     """Contents of ``study.json``.
 
     Attributes:
@@ -73,12 +82,12 @@ class StoredStudy(_Stored):
 
 
 @dataclass(frozen=True)
-class _StoredRun(_Stored):
+class _StoredRun(StoredFile):
     run: StudyRun
 
 
 @dataclass(frozen=True)
-class _StoredPredictions(_Stored):
+class _StoredPredictions(StoredFile):
     predictions: list[Prediction]
 
 
@@ -103,7 +112,7 @@ def read_stored(folder: Path) -> StoredStudy:
         ) from None
     except NotADirectoryError:
         raise ValueError(f"{folder} is no folder. HINT: give the folder of a study") from None
-    _check_version(path, stored)
+    stored.check(path)
     return stored
 
 
@@ -142,7 +151,7 @@ def read_runs(folder: Path) -> tuple[list[StudyRun], list[str]]:
     for path in sorted((folder / RUNS_FOLDER).glob(f"*/{FIGURES_FILE}"))[:MAX_RUNS]:
         try:
             stored = read_json(path, _StoredRun, MAX_FIGURES_BYTES)
-            _check_version(path, stored)
+            stored.check(path)
         except (ValueError, OSError) as error:
             notes.append(f"a run was left out: {printable(str(error))}")
             continue
@@ -166,7 +175,7 @@ def store_predictions(folder: Path, predictions: list[Prediction]) -> None:
         if (prediction.ranks, prediction.global_batch) not in measured
     ]
     if new:
-        rows = [asdict(one) for one in (*known, *new)]
+        rows = [asdict(prediction) for prediction in (*known, *new)]
         _write(folder / PREDICTIONS_FILE, {**_head(), "predictions": rows})
 
 
@@ -177,7 +186,7 @@ def read_predictions(folder: Path) -> list[Prediction]:
         stored = read_json(path, _StoredPredictions, MAX_STUDY_BYTES)
     except FileNotFoundError:
         return []
-    _check_version(path, stored)
+    stored.check(path)
     return stored.predictions
 
 
@@ -212,12 +221,3 @@ def _head() -> dict[str, Any]:
 def _write(path: Path, tree: dict[str, Any]) -> None:
     data = json.dumps(tree, allow_nan=False).encode()
     replace_file(path, data + b"\n")
-
-
-def _check_version(path: Path, stored: _Stored) -> None:
-    if stored.format != FORMAT or stored.version > VERSION:
-        raise InvalidFileError(
-            path,
-            f"is no file of a scaling study that this version of Paceline reads (format "
-            f"{printable(stored.format[:40])!r}, version {stored.version}). HINT: update Paceline",
-        )

@@ -294,7 +294,7 @@ def data_ranks(layout: str, ranks: int) -> int:
 
 
 def layout_over(text: str, ranks: int) -> str:
-    """Return a recorded layout with all extents; of several models as it is recorded."""
+    """Return a recorded layout with all extents; that of several models is returned unchanged."""
     try:
         return str(Layout.parse(text).over(ranks)) if text else ""
     except ValueError:

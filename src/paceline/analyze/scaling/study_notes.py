@@ -1,4 +1,4 @@
-"""What the reader of a study has to know: noise, load of others, sizes that are not comparable."""
+"""Notes on a study: noise, load of other processes, sizes that are not comparable."""
 
 import math
 import shlex
@@ -10,7 +10,7 @@ from ...security.text import printable
 from .derived import throughput
 from .study_model import MAX_REPEATS, RunFigures, SizePoint, StudyRequest, StudyRun
 
-OTHER_CORES = 0.25  # mean number of cores that other processes use, from which on it is said
+OTHER_CORES = 0.25  # mean number of cores that other processes use; a note reports more
 CLOCK_DROP = 0.1  # of the mean clock frequency of a run below that of the fastest run
 MIN_NOISE_DEGREES = 2
 
@@ -71,7 +71,7 @@ def _on_failures(folder: str, points: Sequence[SizePoint], ended: Sequence[Study
         if failed:
             words = printable(failed[0].failure.strip().partition("\n")[0]) or "no reason is known"
             size = f"{counted(setup.ranks, 'rank')} with a global batch of {setup.global_batch:,}"
-            run, study = (shlex.quote(one) for one in (f"{folder}/{failed[0].folder}", folder))
+            run, study = (shlex.quote(path) for path in (f"{folder}/{failed[0].folder}", folder))
             notes.append(
                 f"{len(failed)} of {counted(good + len(failed), 'run')} on {size} failed ({words}):"
                 " the figures are those of the others, and the size is not repeated. HINT: rm -r "
@@ -146,7 +146,7 @@ def _on_machine(runs: Sequence[RunFigures]) -> list[str]:
 
 def _on_threads(points: Sequence[SizePoint]) -> list[str]:
     threads = {
-        point.ranks: {one.threads for run in point.figures for one in run.placement}
+        point.ranks: {host.threads for run in point.figures for host in run.placement}
         for point in points
     }
     known = {size: {n for n in found if n is not None} for size, found in threads.items()}

@@ -4,6 +4,7 @@ If sysfs is missing or incomplete, the rest is assumed, and ``Topology.guessed``
 """
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,6 +215,13 @@ def read_sysfs(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, ValueError):
         return ""
+
+
+def cpu_flags(root: Path = Path("/")) -> set[str]:
+    """Return the features of the processor in /proc/cpuinfo, such as "avx2"; empty if unknown."""
+    text = read_sysfs(root / "proc/cpuinfo")
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return set(found[1].split()) if found else set()
 
 
 def read_sysfs_int(path: Path) -> int | None:

@@ -63,7 +63,7 @@ def from_tree(kind: Any, data: Any, where: str, unknown: list[str]) -> Any:
 
 def _read(kind: Any, value: Any, where: str, field: Field[Any], unknown: list[str]) -> Any:
     if isinstance(kind, types.UnionType):
-        kind = next(one for one in kind.__args__ if one is not type(None))
+        kind = next(part for part in kind.__args__ if part is not type(None))
     origin = typing.get_origin(kind)
     if origin is tuple:
         if not isinstance(value, list | tuple):

@@ -20,8 +20,7 @@ from ...security.outputs import write_output
 from ..collectives import bus_factor
 from .dataclass_tree import UNLIMITED as UNLIMITED
 from .dataclass_tree import from_tree, shorten, to_tree
-from .read_toml import read_toml
-from .write_toml import dumps
+from .toml_files import dumps, read_toml
 
 VERSION = 1
 MAX_BYTES = 32 << 20  # enough for 100,000 links between hosts
@@ -187,6 +186,17 @@ class HostFacts:
     def __post_init__(self) -> None:
         if not _MASK.fullmatch(self.mask) or len(self.mask) > MAX_MASK_CHARS:
             raise ValueError(f"mask = {shorten(self.mask)} is not a list of cores such as '0-3,8'")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The known numbers of its parts, by what they are called in messages."""
+        known = {
+            "sockets": self.sockets,
+            "cores": self.cores,
+            "hardware threads": self.threads,
+            "NUMA nodes": self.numa_nodes,
+        }
+        return {what: count for what, count in known.items() if count is not None}
 
     @property
     def cpus(self) -> list[int]:

@@ -74,10 +74,10 @@ def host_figures(machine: Machine) -> list[NamedFigure]:
 
 def _of_host(host: HostFacts) -> Iterator[NamedFigure]:
     name = (host.name,)
-    for one in host.arithmetic:
-        what = f"{one.precision} {one.operation}"
-        like = host.hardware(one.device)
-        yield NamedFigure(what, name, one.device, like, one.rate, True, 0.03)
+    for arithmetic in host.arithmetic:
+        what = f"{arithmetic.precision} {arithmetic.operation}"
+        like = host.hardware(arithmetic.device)
+        yield NamedFigure(what, name, arithmetic.device, like, arithmetic.rate, True, 0.03)
     for triad in host.memory:
         what = "memory bandwidth"
         like = host.hardware(triad.device)
@@ -108,7 +108,7 @@ def _of_collective(collective: Collective, host: HostFacts | None = None) -> Ite
     if collective.latency is not None:
         latency = f"latency of {what} {where}"
         yield NamedFigure(latency, hosts, device, like, collective.latency, False, 0.25)
-    largest = max(collective.sizes, key=lambda one: one.bytes, default=None)
+    largest = max(collective.sizes, key=lambda entry: entry.bytes, default=None)
     rate = largest.algbw if largest is not None else None
     if largest is not None and rate is not None:
         name = f"bandwidth of {what} {where}, {size(largest.bytes)}"

@@ -190,11 +190,14 @@ def _softmax(t: Translation, node: Node) -> Value:
     axis = t.axis(node, t.argument(node, 1, "dim"))
     order = [*(d for d in range(len(value.shape)) if d != axis), axis]
     back = [order.index(d) for d in range(len(order))]
-    moved = permute(t.built, value, order)
-    k = moved.shape[-1]
-    words: list[int | float] = [moved.elements // k, k, 0.0]
-    slot = t.built.add(SOFTMAX, 0, moved.slot, moved.elements, words)
-    return permute(t.built, Value(slot, moved.shape), back)
+    return permute(t.built, softmax(t, permute(t.built, value, order)), back)
+
+
+def softmax(t: Translation, value: Value) -> Value:
+    """Append the softmax of the last dimension of a row-major value."""
+    k = value.shape[-1]
+    slot = t.built.add(SOFTMAX, 0, value.slot, value.elements, [value.elements // k, k, 0.0])
+    return Value(slot, value.shape)
 
 
 @rule("mean", "sum", "amax", "amin")

@@ -10,11 +10,9 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.nn import functional
 
-# The modules of rules register them when they are imported.
-from . import rules_of_values as rules_of_values
-from .operations import CONVOLUTION, LINEAR, MATRICES, POOL, POOLS, SOFTMAX, Operation
-from .rules_of_values import binary, normalize
-from .translation import Builtin, Translation, rule, three
+from .operations import CONVOLUTION, LINEAR, MATRICES, POOL, POOLS, Operation
+from .rules_of_values import binary, normalize, softmax  # registers its rules, too
+from .translation import Builtin, Translation, rule, three_sizes
 from .values import (
     UnsupportedError,
     Value,
@@ -33,16 +31,8 @@ from .values import (
 # Rules for operators that move elements, and for those that do nothing at inference.
 
 
-@rule(
-    "dropout",
-    "alpha_dropout",
-    "feature_dropout",
-    "clone",
-    "contiguous",
-    "detach",
-    "alias",
-)
-def _same(t: Translation, node: Node) -> Value:
+@rule("dropout", "alpha_dropout", "feature_dropout", "clone", "contiguous", "detach", "alias")
+def _identity(t: Translation, node: Node) -> Value:
     if "dropout" in str(node.target) and t.argument(node, 2):
         raise UnsupportedError("dropout in training mode")
     return t.value(node, 0)
@@ -80,7 +70,9 @@ def _permute(t: Translation, node: Node) -> Value:
     return permute(t.built, value, [d - 1 for d in order[1:]])
 
 
-def _part(t: Translation, value: Value, axis: int, begin: int, count: int, step: int = 1) -> Value:
+def _along_axis(
+    t: Translation, value: Value, axis: int, begin: int, count: int, step: int = 1
+) -> Value:
     strides = list(strides_of(value))
     offset = begin * strides[axis]
     strides[axis] *= step
@@ -105,7 +97,7 @@ def _slice(t: Translation, node: Node) -> Value:
     if any(isinstance(bound, Node) for bound in (start, end)):
         raise UnsupportedError("a slice of a symbolic size")
     numbers = range(size)[slice(start, end, step)]
-    return _part(t, value, axis, numbers.start, len(numbers), step)
+    return _along_axis(t, value, axis, numbers.start, len(numbers), step)
 
 
 @rule("select")
@@ -113,13 +105,13 @@ def _select(t: Translation, node: Node) -> Value:
     value = t.value(node, 0)
     axis = t.axis(node, t.argument(node, 1))
     index = t.argument(node, 2) % value.shape[axis]
-    return Value(_part(t, value, axis, index, 1).slot, t.shape(node))
+    return Value(_along_axis(t, value, axis, index, 1).slot, t.shape(node))
 
 
 @rule("narrow")
 def _narrow(t: Translation, node: Node) -> Value:
     axis = t.axis(node, t.argument(node, 1))
-    return _part(t, t.value(node, 0), axis, t.argument(node, 2), t.argument(node, 3))
+    return _along_axis(t, t.value(node, 0), axis, t.argument(node, 2), t.argument(node, 3))
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
@@ -131,7 +123,7 @@ def _split(t: Translation, node: Node) -> tuple[Value, ...]:
     for meta in node.meta["val"]:
         shape = t.sample_shape(meta)
         count = 1 if name == "unbind" else shape[axis]
-        parts.append(Value(_part(t, value, axis, at, count).slot, shape))
+        parts.append(Value(_along_axis(t, value, axis, at, count).slot, shape))
         at += count
     return tuple(parts)
 
@@ -257,10 +249,7 @@ def _attention(t: Translation, node: Node) -> Value:
     query = binary(t, "multiply", query, torch.tensor(scale, dtype=t.dtype), query.shape)
     last = len(key.shape) - 1
     scores = matrices(t, query, permute(t.built, key, [*range(last - 1), last, last - 1]))
-    k = scores.shape[-1]
-    words: list[int | float] = [scores.elements // k, k, 0.0]
-    slot = t.built.add(SOFTMAX, 0, scores.slot, scores.elements, words)
-    return matrices(t, Value(slot, scores.shape), value)
+    return matrices(t, softmax(t, scores), value)
 
 
 def _geometry(
@@ -272,10 +261,10 @@ def _geometry(
     sizes: dict[str, list[int]],
 ) -> list[int | float]:
     rank = len(value.shape) - 1
-    inside, outside = three(value.shape[1:], rank, 1), three(shape[1:], rank, 1)
+    inside, outside = three_sizes(value.shape[1:], rank, 1), three_sizes(shape[1:], rank, 1)
     words: list[int | float] = [value.shape[0], channels, groups, *inside, *outside]
     for name, default in (("kernel", 1), ("stride", 1), ("pad", 0), ("dilation", 1), ("up", 1)):
-        words += three(sizes.get(name, [default] * rank), rank, default)
+        words += three_sizes(sizes.get(name, [default] * rank), rank, default)
     return words
 
 
@@ -297,7 +286,7 @@ def convolution(
     return Value(slot, shape, True)
 
 
-def _each(given: Any, rank: int) -> list[int]:
+def _per_dimension(given: Any, rank: int) -> list[int]:
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * rank if len(numbers) == 1 else numbers
 
@@ -318,26 +307,32 @@ def _conv(t: Translation, node: Node) -> Value:
         for i, name, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
     )
     kernel = list(weight.shape[2:])
-    dilation = _each(dilation, rank)
+    dilation = _per_dimension(dilation, rank)
     if padding == "same":
         padding = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
-    padding = [0] * rank if padding == "valid" else _each(padding, rank)
-    sizes = {"kernel": kernel, "stride": _each(stride, rank), "pad": padding, "dilation": dilation}
+    padding = [0] * rank if padding == "valid" else _per_dimension(padding, rank)
+    sizes = {
+        "kernel": kernel,
+        "stride": _per_dimension(stride, rank),
+        "pad": padding,
+        "dilation": dilation,
+    }
     groups = t.argument(node, 6, "groups", 1)
     return convolution(t, t.value(node, 0), t.shape(node), weight, bias, groups, sizes)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _conv_transpose(t: Translation, node: Node) -> Value:
-    """Same as a convolution with the weights turned round, of the values with ``stride`` - 1 zeros
-    between them."""
+    """Translate into a convolution with flipped weights, of the values with ``stride`` - 1 zeros
+    between them.
+    """
     rank = int(str(node.target).split(".")[1][14])
     _unbatched(t, node, rank)
     weight, bias = t.constant(node, 1), t.constant(node, 2, "bias")
     assert weight is not None
     groups = t.argument(node, 6, "groups", 1)
     stride, padding, dilation = (
-        _each(t.argument(node, i, name, d), rank)
+        _per_dimension(t.argument(node, i, name, d), rank)
         for i, name, d in ((3, "stride", 1), (4, "padding", 0), (7, "dilation", 1))
     )
     kernel = list(weight.shape[2:])
@@ -424,9 +419,9 @@ def _pool(t: Translation, node: Node) -> Value:
     name = str(node.target).split(".")[1]
     rank, largest = int(name[8]), name.startswith("max")
     _unbatched(t, node, rank)
-    kernel = _each(t.argument(node, 1), rank)
-    stride = _each(t.argument(node, 2, "stride") or kernel, rank)
-    padding = _each(t.argument(node, 3, "padding", 0), rank)
+    kernel = _per_dimension(t.argument(node, 1), rank)
+    stride = _per_dimension(t.argument(node, 2, "stride") or kernel, rank)
+    padding = _per_dimension(t.argument(node, 3, "padding", 0), rank)
     if largest:
         dilation, ceil = t.argument(node, 4, "dilation", 1), t.argument(node, 5, "ceil_mode")
         kind = "max"
@@ -435,7 +430,7 @@ def _pool(t: Translation, node: Node) -> Value:
         kind = "mean_with_padding" if t.argument(node, 5, "count_include_pad", True) else "mean"
         if t.argument(node, 6, "divisor_override"):
             raise UnsupportedError("pooling with a divisor")
-    if ceil or any(size != 1 for size in _each(dilation, rank)):
+    if ceil or any(size != 1 for size in _per_dimension(dilation, rank)):
         raise UnsupportedError("pooling with dilation or ceil_mode")
     sizes = {"kernel": kernel, "stride": stride, "pad": padding}
     return pool(t, t.value(node, 0), t.shape(node), kind, sizes)

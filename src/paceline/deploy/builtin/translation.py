@@ -157,7 +157,7 @@ class Translation:
         return found
 
     def argument(self, node: Node, position: int, name: str = "", default: Any = None) -> Any:
-        """Return an argument by position or name, as it stands in the graph."""
+        """Return an argument of the node by position or name."""
         if position < len(node.args):
             return node.args[position]
         return node.kwargs.get(name, default)
@@ -171,7 +171,7 @@ class Translation:
         return axis
 
 
-def three(numbers: Any, rank: int, fill: int) -> list[int]:
+def three_sizes(numbers: Any, rank: int, fill: int) -> list[int]:
     """Return sizes of 1, 2 or 3 dimensions as those of 3, filled at the front."""
     given: Sequence[int] = [numbers] if isinstance(numbers, int) else list(numbers)
     if len(given) == 1:

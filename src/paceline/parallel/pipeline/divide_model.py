@@ -16,9 +16,8 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...comm.group_device import exchangeable
-from ...cost.layout import Layout
+from ...cost.layout import Layout, chunks_of, idle_share
 from ...cost.layout_memory import size_text
-from ...cost.pipeline import chunks_of, idle_share
 from ...data.sampling.sample_order import preserve_random_states
 from ...plurals import counted
 from ..memory_budget import budget_bytes

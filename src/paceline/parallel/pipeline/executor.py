@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ...cost.pipeline import chunks_of
+from ...cost.layout import chunks_of
 from ...data.sampling.sample_order import preserve_random_states
 from ...optim.gradients import graph_nodes
 from ...record.ring.recorder import now

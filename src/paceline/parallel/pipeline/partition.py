@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ...cost.pipeline import chunks_of, idle_share
+from ...cost.layout import chunks_of, idle_share
 from ...plurals import counted
 from .atoms import Atoms, tensor_names, tensors_by_name
 from .trace import Trace

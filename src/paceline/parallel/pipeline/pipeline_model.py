@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...comm.group_device import gather_equal
-from ...cost.pipeline import chunks_of
+from ...cost.layout import chunks_of
 from ..divided.divided_tensor import whole_outputs
 from ..mesh import DATA, STAGE, TENSOR
 from ..placement import empty_as

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from ...analyze.scaling.bends import MIN_SHOWN, Bend, GrownLoss, Proposal
 from ...analyze.scaling.derived import Estimate, scaling, throughput
-from ...analyze.scaling.forecast import COST_MODEL, KindAnalysis, analyse_kind, next_sizes, place_at
+from ...analyze.scaling.forecast import (
+    COST_MODEL,
+    KindAnalysis,
+    analyse_kind,
+    next_sizes,
+    placed_size_at,
+)
 from ...analyze.scaling.forecast import Knee as FoundKnee
 from ...analyze.scaling.laws import AMDAHL, UNIVERSAL, Band, LawFit, Parameter
 from ...analyze.scaling.study_model import Prediction, ScalingStudy
@@ -148,7 +154,7 @@ def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Find
     """Analyse a study; sizes that are too few leave parts of the result empty.
 
     Args:
-        proposals: Remedies of ``predict.scaling``; None: none are told.
+        proposals: Remedies of ``predict.remedies``; None: none are told.
     """
     found = Findings()
     has_cost_model = False
@@ -219,7 +225,7 @@ def _curves(analysis: KindAnalysis) -> list[Curve]:
 
 
 def _modelled(analysis: KindAnalysis, ranks: int) -> Band:
-    return analysis.model.throughput(place_at(analysis.costs, analysis.kind, ranks))
+    return analysis.model.throughput(placed_size_at(analysis.costs, analysis.kind, ranks))
 
 
 def _grid(first: int, last: int, sizes: Sequence[int]) -> list[int]:

@@ -14,8 +14,7 @@ from ...analyze.rehearsal.facts import (
     place_of,
 )
 from ...analyze.rehearsal.mismatches import find_mismatches
-from ...cost.crossing import crossing_line
-from ...cost.layout import Layout
+from ...cost.layout import Layout, crossing_line
 from ...cost.layout_memory import WORDS, LayoutMemory, choose_layout
 from ...plurals import format_ranges, named_ranks
 from .. import document as doc

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...cost.machine.write_toml import dumps
+from ...cost.machine.toml_files import dumps
 from ..numbers import counted, finite
 from .tuning_view import TrialRow, TuningView
 

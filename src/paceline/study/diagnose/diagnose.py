@@ -1,12 +1,13 @@
 """``paceline diagnose``: run the ladder, compare it with the record, propose and try remedies."""
 
 import functools
+import json
 import os
 import re
 import socket
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,16 +21,13 @@ from ...analyze.diagnosis.causes import (
     unconfirmed_causes,
     witnesses,
 )
-from ...analyze.diagnosis.diagnosis import Diagnosis, Trial, TrialResults
+from ...analyze.diagnosis.diagnosis import Diagnosis, PredictionError, Trial, TrialResults
 from ...analyze.diagnosis.evidence import Evidence
 from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls, measure_gradient_sync
 from ...analyze.diagnosis.ladder_results import Ladder
 from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.diagnosis.line_profile import LineProfile, profile_of_runs
-from ...analyze.diagnosis.operator_profile import (
-    combine_profiles,
-    profile_notes,
-)
+from ...analyze.diagnosis.operator_profile import combine_profiles, profile_notes
 from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.diagnosis.rungs import RungResult, Waterfall, waterfall
@@ -42,19 +40,16 @@ from ...analyze.records.state_timeline import STATES
 from ...cost.machine.machine_file import Machine
 from ...knobs.settings import Setting, write_settings
 from ...plurals import counted, named_ranks
-from ...predict import history
 from ...predict.remedies import read_script, remedies
+from ...record.ring.header_schema import FiniteFloat
 from ...report.diagnosis.intervals import format_gain
 from ...report.numbers import percent
-from ..script_runs.deadline import MINUTE_S, Deadline
+from ...security.files import InvalidFileError, error_reason, open_regular, read_regular
+from ...security.schema import parse_json
+from ..script_runs.run_process import MINUTE_S, Deadline
 from .ladder import climb_ladder
 from .run_script import OutOfTimeError, RunRequest
-from .try_remedies import (
-    ALL,
-    confirm_kept,
-    select_remedies,
-    try_remedies,
-)
+from .try_remedies import ALL, confirm_kept, select_remedies, try_remedies
 
 # Notes on containers of the script that grow in each step and keep tensors.
 
@@ -68,18 +63,18 @@ def growing_notes(records: Sequence[Any], source: str) -> list[str]:
     """
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for record in records:
-        for one in record.meta.get("rung", {}).get("growing", []):
-            found.setdefault(one["name"], (one, []))[1].append(record.rank)
+        for container in record.meta.get("rung", {}).get("growing", []):
+            found.setdefault(container["name"], (container, []))[1].append(record.rank)
     return [_note(one, ranks, len(records), source) for one, ranks in found.values()]
 
 
-def _note(one: dict[str, Any], ranks: list[int], size: int, source: str) -> str:
+def _note(container: dict[str, Any], ranks: list[int], size: int, source: str) -> str:
     on = "" if len(ranks) == size else f" of {named_ranks(ranks)}"
-    added = counted(one["elements"], "element")
-    place = _line_that_fills(one["name"], source)
-    text = f"the {one['kind']} {one['name']}{on} grows by {added} in each step{place}"
-    kib = f"{one['bytes'] / 1024:,.0f} KiB"
-    if one["graphs"]:
+    added = counted(container["elements"], "element")
+    place = _line_that_fills(container["name"], source)
+    text = f"the {container['kind']} {container['name']}{on} grows by {added} in each step{place}"
+    kib = f"{container['bytes'] / 1024:,.0f} KiB"
+    if container["graphs"]:
         hint = "append loss.item() or tensor.detach(), or clear it in each step"
         return f"{text} and keeps tensors with their graphs: memory grows. HINT: {hint}"
     hint = "limit its length (collections.deque(maxlen=N)), or clear it"
@@ -96,6 +91,97 @@ def _line_that_fills(name: str, source: str) -> str:
             return f" (line {number}: {line.strip()[:MAX_CODE_CHARS]})"
     return ""
 
+
+# Predicted and measured gains of this user, to know and show the prediction error.
+#
+# They are stored as lines of JSON in ``$XDG_STATE_HOME/paceline/predictions.jsonl`` (default:
+# ``~/.local/state``).
+
+MAX_PREDICTIONS_BYTES = 16 << 20  # about 50,000 lines
+MIN_PAIRS = 3  # minimum number of pairs for an error estimate of one kind
+
+
+@dataclass(frozen=True)
+class PredictedGain:
+    """Predicted and measured gain of one trial.
+
+    Attributes:
+        date: Date of the trial.
+        script: Training script.
+        knob: Name of the knob.
+        source: Kind of the prediction.
+        predicted: Predicted gain, as a share of the throughput.
+        low: Lower end of the predicted interval.
+        high: Upper end of the predicted interval.
+        measured: Measured gain, as a share of the throughput.
+    """
+
+    date: str
+    script: str
+    knob: str
+    source: str
+    predicted: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+    measured: FiniteFloat
+
+
+def predictions_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "paceline" / "predictions.jsonl"
+
+
+def predicted_gains(script: str, trials: Sequence[Trial]) -> Iterator[PredictedGain]:
+    """Yield each prediction of the trials whose gain was measured, with that gain."""
+    name, date = Path(script).name, datetime.now(UTC).isoformat(timespec="seconds")
+    for trial in trials:
+        for source, gain in ((trial.remedy.source, trial.first), (trial.source, trial.predicted)):
+            if gain is not None and trial.gain is not None:
+                knob, measured = trial.remedy.knob, trial.gain.mean
+                yield PredictedGain(
+                    date, name, knob, source, gain.mean, gain.low, gain.high, measured
+                )
+
+
+def store_predictions(pairs: Iterable[PredictedGain]) -> str:
+    """Append predictions to the file; return the reason if that failed, else ""."""
+    file = predictions_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as stream:
+            stream.writelines(json.dumps(asdict(pair)) + "\n" for pair in pairs)
+    except OSError as error:
+        return f"{file}: {error_reason(error)}: these predictions are not remembered"
+    return ""
+
+
+def prediction_errors() -> dict[str, PredictionError]:
+    """Return the prediction error by kind (source), for kinds with at least MIN_PAIRS pairs."""
+    each: dict[str, list[float]] = {}
+    for pair in _stored_predictions():
+        each.setdefault(pair.source, []).append(100 * abs(pair.measured - pair.predicted))
+    return {
+        source: PredictionError(statistics.median(points), len(points))
+        for source, points in each.items()
+        if len(points) >= MIN_PAIRS
+    }
+
+
+def _stored_predictions() -> list[PredictedGain]:
+    try:
+        lines = read_regular(predictions_file(), MAX_PREDICTIONS_BYTES).splitlines()
+    except (OSError, InvalidFileError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(parse_json(line, PredictedGain, predictions_file()))
+        except InvalidFileError:  # a truncated line, or one of another version
+            continue
+    return found
+
+
+# The diagnosis, and the trials of remedies after it.
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
 REPORT_S, REPORT_SHARE = 3.0, 0.05  # time for the report at the end, the smaller of both
@@ -143,7 +229,7 @@ def run_diagnosis(
     operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
     if operators is None:
         reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
-        notes += [f"inside the model: {one}" for one in reasons]
+        notes += [f"inside the model: {reason}" for reason in reasons]
     diagnosis = Diagnosis(
         [asked.script, *asked.args],
         ladder,
@@ -157,18 +243,30 @@ def run_diagnosis(
     )
     if not (rungs["silent"] and rungs["cached"] and rungs["everything"]):
         return diagnosis
-    bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
+    return _with_causes(asked, diagnosis, examined.measured, parts)
+
+
+def _with_causes(
+    asked: RunRequest, diagnosis: Diagnosis, measured: MeasuredWindow | None, parts: FailedParts
+) -> Diagnosis:
+    """Return the diagnosis with the causes of lost time, and remedies.
+
+    Args:
+        measured: Window of the run that the report is of.
+        parts: Receives what could not be computed.
+    """
+    ladder, operators = diagnosis.ladder, diagnosis.operators
+    bounds = [ladder.rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
-    evidence = _evidence(ladder, report, examined.measured, fall, lines, parts)
-    both = parts.compute("the causes", lambda: witnesses(evidence), [])
-    both = [one for one in both if one.ladder is not None or one.record]
+    evidence = _evidence(ladder, diagnosis.report, measured, fall, diagnosis.lines, parts)
+    seen = parts.compute("the causes", lambda: witnesses(evidence), [])
     found = causes(evidence, parts)
     if operators is not None:
-        more = parts.compute(
+        within = parts.compute(
             "findings inside the model", lambda: operator_causes(findings(operators), found), []
         )
-        found = ranked([*found, *more])
+        found = ranked([*found, *within])
     caused, usual = split_usual(found)
     source = read_script(asked.script)
     proposed = parts.compute(
@@ -178,13 +276,13 @@ def run_diagnosis(
     return replace(
         diagnosis,
         waterfall=evidence.waterfall,
-        witnesses=both,
+        witnesses=[witness for witness in seen if witness.ladder is not None or witness.record],
         causes=caused,
-        notes=[*notes, *parts.notes],
+        notes=[*diagnosis.notes, *parts.notes],
         remedies=proposed,
         usual=usual,
         unconfirmed=unconfirmed,
-        off=history.prediction_errors(),
+        off=prediction_errors(),
     )
 
 
@@ -232,14 +330,14 @@ def try_all(
         notes.append(f"the script was not diagnosed again with the kept settings: {late}")
     except ValueError as mistake:
         notes.append(f"with the kept settings the script could not be diagnosed again: {mistake}")
-    wrong = history.append(pair for trial in result.trials for pair in _pairs(asked.script, trial))
-    notes += [wrong] if wrong else []
+    failure = store_predictions(predicted_gains(asked.script, result.trials))
+    notes += [failure] if failure else []
     measured = {trial.remedy.knob for trial in result.trials if trial.gain is not None}
     last = None
     if diagnoses and result.kept != asked.settings:
         left = [remedy for remedy in diagnoses[-1].remedies if remedy.knob not in measured]
         last = replace(diagnoses[-1], remedies=left)
-    return replace(found, tried=result, after=last, notes=notes, off=history.prediction_errors())
+    return replace(found, tried=result, after=last, notes=notes, off=prediction_errors())
 
 
 def _passes(
@@ -256,8 +354,8 @@ def _passes(
     for at in range(PASSES + LATE):
         share = TRIALS_SHARE if ALL in names else NAMED_SHARE
         asked = replace(asked, deadline=deadline.part(share))
-        before, anew = dict(result.kept), {one.knob for one in wanted}
-        result.trials = [trial for trial in result.trials if trial.remedy.knob not in anew]
+        before, retried = dict(result.kept), {remedy.knob for remedy in wanted}
+        result.trials = [trial for trial in result.trials if trial.remedy.knob not in retried]
         try_remedies(asked, found.ladder.steps, wanted, result, say, found.ladder.run_s)
         if result.kept == before:
             return
@@ -266,24 +364,15 @@ def _passes(
         yield after
         late = {trial.remedy.knob for trial in result.trials if trial.late}
         proposed = select_remedies([ALL], after.remedies) if ALL in names else []
-        wanted = [one for one in proposed if one.knob not in result.decided]
+        wanted = [remedy for remedy in proposed if remedy.knob not in result.decided]
         if at + 1 >= PASSES:
-            wanted = [one for one in wanted if one.knob in late and one.gain and one.gain.mean > 0]
+            wanted = [
+                remedy
+                for remedy in wanted
+                if remedy.knob in late and remedy.gain and remedy.gain.mean > 0
+            ]
         if not wanted:
             return
-
-
-def _pairs(script: str, trial: Trial) -> Iterator[history.Pair]:
-    """Yield each prediction of a trial's gain with the measured gain."""
-    if trial.gain is None:
-        return
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    name, knob = Path(script).name, trial.remedy.knob
-    for source, said in ((trial.remedy.source, trial.first), (trial.source, trial.predicted)):
-        if said is not None:
-            yield history.Pair(
-                date, name, knob, source, said.mean, said.low, said.high, trial.gain.mean
-            )
 
 
 def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | None:
@@ -296,7 +385,7 @@ def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | No
 def _line_profile(ladder: Ladder, last: RunAnalysis) -> LineProfile | None:
     """Return the line profile of all rounds. ``last``: the analysis of the last round."""
     runs = [analyse_with_window(run, steps) for run, steps in ladder.rounds[:-1]]
-    windows = [one.measured for one in (*runs, last) if one.measured is not None]
+    windows = [run.measured for run in (*runs, last) if run.measured is not None]
     step_s = [rung.step_s for rung in ladder.rungs["everything"]]
     return profile_of_runs(windows, statistics.fmean(step_s) if step_s else 0.0)
 

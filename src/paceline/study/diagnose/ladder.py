@@ -41,7 +41,7 @@ from ...record.experiments.rung import (
     Rung,
 )
 from ...record.ring.states import State
-from ..script_runs.deadline import MINUTE_S
+from ..script_runs.run_process import MINUTE_S
 from ..trials import InterruptedTrialError, done_steps
 from .plan import (
     LEAST_STEPS,
@@ -53,12 +53,7 @@ from .plan import (
     next_plan,
     run_limit_s,
 )
-from .run_script import (
-    FailedError,
-    OutOfTimeError,
-    Runner,
-    RunRequest,
-)
+from .run_script import FailedError, OutOfTimeError, Runner, RunRequest
 
 # The run of ``paceline diagnose`` that profiles the operators of a few steps.
 
@@ -100,7 +95,9 @@ def profile_operators(runner: Runner, cost: RoundCost, script_steps: int | None)
         return OperatorFiles([], ["profiling the operators takes too long"])
     files, notes = read_operator_files(Path(run.name))
     failures = [record.meta.get("rung", {}).get("profile_failure") for record in run.records]
-    notes += dict.fromkeys(f"the operators were not profiled: {one}" for one in failures if one)
+    notes += dict.fromkeys(
+        f"the operators were not profiled: {failure}" for failure in failures if failure
+    )
     if not files and not notes:
         notes = ["the operators were not profiled: the script ends after its first steps"]
     return OperatorFiles(files, notes)
@@ -121,24 +118,26 @@ def broadcast_share(run: Run, steps: tuple[int, int]) -> float:
     """
     measured = analyse_with_window(run, steps).measured
     calls = measure_exchanged_calls(measured) if measured is not None else []
-    return sum(one.transfer + one.wait for one in calls if one.site.kind == CollectiveKind.BUFFER)
+    return sum(
+        call.transfer + call.wait for call in calls if call.site.kind == CollectiveKind.BUFFER
+    )
 
 
 def loader_totals(run: Run) -> dict[str, float] | None:
     """Return the totals of all ranks' loaders when they run without training, or None."""
     totals = [record.meta.get("rung", {}).get("loader") for record in run.records]
-    known = [one for one in totals if one and one["batches"]]
+    known = [total for total in totals if total and total["batches"]]
     if not known:
         return None
-    keys = set.intersection(*(set(one) for one in known))  # older records lack some
-    return {key: sum(one[key] for one in known) for key in known[0] if key in keys} | {
+    keys = set.intersection(*(set(total) for total in known))  # older records lack some
+    return {key: sum(total[key] for total in known) for key in known[0] if key in keys} | {
         "ranks": len(known)
     }
 
 
 def split_phases(phases: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return one run for each phase; the loader alone is measured after the first of them."""
-    parts = [(one,) for one in phases if one != LOADER]
+    parts = [(phase,) for phase in phases if phase != LOADER]
     return [(*parts[0], LOADER), *parts[1:]] if LOADER in phases else list(parts)
 
 
@@ -155,7 +154,7 @@ def climb_ladder(asked: RunRequest, say: Callable[[str], None]) -> Ladder:
         KeyboardInterrupt: The user interrupted it before anything was measured.
     """
     with Runner(asked, say) as runner:
-        return _Climb(asked, runner).all()
+        return _Climb(asked, runner).run()
 
 
 class _Climb:
@@ -176,7 +175,7 @@ class _Climb:
         self.hypotheses: list[Hypothesis] = []
         self.parts = FailedParts()
 
-    def all(self) -> Ladder:
+    def run(self) -> Ladder:
         found = self._first_run()
         try:
             if found.ended == COMPLETE:
@@ -275,7 +274,7 @@ class _Climb:
         return next_plan(plan, took_s, left_s, self._cost(), missing, self.workers)
 
     def _cost(self) -> RoundCost:
-        phases = sum(one != LOADER for _, phases in self.runs for one in phases)
+        phases = sum(phase != LOADER for _, phases in self.runs for phase in phases)
         separate = sum(hypothesis.experiment.is_separate for hypothesis in self.hypotheses)
         starts_s = self._runs_per_round * self.start_s
         return RoundCost(starts_s, self.step_s, phases + separate)
@@ -287,7 +286,7 @@ class _Climb:
         )
 
     def _has(self, kind: tuple[bool, str]) -> bool:
-        return any(kind == (alone, one) for alone, phases in self.runs for one in phases)
+        return any(kind == (alone, phase) for alone, phases in self.runs for phase in phases)
 
     def _short_notes(self, found: Ladder) -> list[str]:
         """Return notes on rounds or steps that are fewer than they should be."""
@@ -337,7 +336,7 @@ class _Climb:
         return fits
 
     def _most_phases(self) -> int:
-        return max(sum(one != LOADER for one in phases) for _, phases in self.runs)
+        return max(sum(phase != LOADER for phase in phases) for _, phases in self.runs)
 
     def _run_round(self, found: Ladder, plan: Plan) -> None:
         """Run every rung once, with one rank and with all ranks.
@@ -351,7 +350,7 @@ class _Climb:
         count = _rounds(found)
         self.in_steps_s = 0.0
         for alone, phases in self.runs:
-            left = tuple(one for one in phases if rung_name(alone, one) not in found.refused)
+            left = tuple(phase for phase in phases if rung_name(alone, phase) not in found.refused)
             if not left:
                 continue
             rung = Rung(plan.warm, plan.steps, left)
@@ -458,7 +457,7 @@ class _Climb:
         found.keep_rounds(count, alone)
         if rung_name(alone, rung.phases[number]) == "everything":
             raise failed
-        found.refused |= {rung_name(alone, one): str(failed) for one in rung.phases[number:]}
+        found.refused |= {rung_name(alone, phase): str(failed) for phase in rung.phases[number:]}
         for tested in self.hypotheses:
             if tested.experiment.rung in found.refused:
                 found.drop(tested.experiment)
@@ -484,9 +483,9 @@ class _Climb:
         A single rank computes with as many threads as one of several ranks, and rungs that only
         some scripts need are added.
         """
-        self.runner.as_in(run)
+        self.runner.use_threads_of(run)
         facts = [record.meta.get("rung", {}) for record in run.records]
-        self.workers = max(one.get("workers", 0) for one in facts)
+        self.workers = max(rank_facts.get("workers", 0) for rank_facts in facts)
         broadcasts = self.parts.compute(
             "broadcasts of buffers", lambda: broadcast_share(run, steps), 0.0
         )
@@ -497,9 +496,12 @@ class _Climb:
             if not hypothesis.experiment.is_separate
         ]
         single, switched = (
-            [one.phase for one in within if one.is_alone == is_alone] for is_alone in (True, False)
+            [experiment.phase for experiment in within if experiment.is_alone == is_alone]
+            for is_alone in (True, False)
         )
-        threads = [ONE_THREAD] if any(one.get("threads", 1) > 1 for one in facts) else []
+        threads = (
+            [ONE_THREAD] if any(rank_facts.get("threads", 1) > 1 for rank_facts in facts) else []
+        )
         together = (EVERYTHING, *switched, CACHED, SILENT, *threads, LOADER)
         self.runs = [(False, together), (True, (EVERYTHING, CACHED, *single))]
 

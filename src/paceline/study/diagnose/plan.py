@@ -50,7 +50,7 @@ class RoundCost:
         return int(max(seconds - self.start_s, 0.0) / (self.phases * self.step_s))
 
     def duration_s(self, steps: int) -> float:
-        """Return the duration of a round with so many steps, with warm-up, in each phase."""
+        """Return the duration of a round with ``steps`` steps, with warm-up, in each phase."""
         return self.start_s + self.phases * steps * self.step_s
 
 
@@ -112,7 +112,7 @@ def next_plan(
 
 
 def _short_plan(steps: int, warm: int, workers: int) -> Plan | None:
-    """Divide so many steps into warm-up and measured ones; None if they are too few."""
+    """Divide a number of steps into warm-up and measured ones; None if they are too few."""
     warm = min(warm, max(1, steps // 3))
     if steps - warm < MIN_STEPS_SHORT_RUN:
         return None

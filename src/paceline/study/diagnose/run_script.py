@@ -12,7 +12,7 @@ from typing import Any
 from ...analyze.records.load_run import Run
 from ...plurals import counted
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
-from ..script_runs.deadline import Deadline
+from ..script_runs.run_process import Deadline
 from ..trials import ScriptRequest, Trials, TrialSpec, on_first_host
 
 OUT_OF_TIME = "the time budget was used up"
@@ -90,7 +90,7 @@ class Runner(Trials):
         self.runs = 0
         self.threads: list[str] = []
 
-    def as_in(self, run: Run) -> None:
+    def use_threads_of(self, run: Run) -> None:
         """Let a single rank compute with as many threads as each rank of this run."""
         counts = {int(r.meta["threads"]) for r in run.records if "threads" in r.meta}
         if counts and "--threads" not in self.asked.options:

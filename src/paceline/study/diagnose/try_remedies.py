@@ -19,8 +19,8 @@ from ...analyze.diagnosis.rungs import Interval, measure_rung
 from ...knobs.knob import Switch
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
+from ...predict.gains import TRIED
 from ...predict.remedies import gain_after
-from ...predict.saving import TRIED
 from ...record.experiments.rung import EVERYTHING, Rung
 from ...significance import SharedLevel, gain_of_pairs, tail_of_look
 from ..trials import in_turn
@@ -162,9 +162,9 @@ def run_pair(
     numbers = any(KNOBS[knob].numbers for knob in added)
     rates, losses = {}, {}
     for on in in_turn((False, True), at):
-        said = f"{'with' if on else 'without'} {name}, {steps} steps"
+        description = f"{'with' if on else 'without'} {name}, {steps} steps"
         rung = Rung(warm, steps, (EVERYTHING,), losses=numbers)
-        run = runner.run(False, rung, settings=settings if on else base, named=said)
+        run = runner.run(False, rung, settings=settings if on else base, named=description)
         for knob in added if on else ():
             if why := why_not_set(run, knob):
                 raise NoEffectError(why)
@@ -181,7 +181,7 @@ def run_pair(
 SPENT_IN_PASS = 0.75
 # Probability that an end of the interval of the gain of all kept remedies together is wrong.
 CONFIRM_LEVEL = 0.05
-GLIMPSE_SHARE = 0.5  # of the time of a pass of trials, at most, for micro-measurements
+MICRO_SHARE = 0.5  # of the time of a pass of trials, at most, for micro-measurements
 # Half of the interval of a prediction, as a share of the throughput. A prediction with a wider
 # interval is refined by a micro-measurement.
 MAX_HALF_WIDTH = 0.05
@@ -274,7 +274,7 @@ def try_remedies(
     found.level_left -= spent
     shared = SharedLevel.among(len(remedies), spent)
     with Runner(asked, say) as runner:
-        _Trials(runner, steps, shared, 2 * run_s).all(remedies, found)
+        _Trials(runner, steps, shared, 2 * run_s).run(remedies, found)
 
 
 def combine_predictions(first: Interval, steps: Interval) -> Interval:
@@ -337,10 +337,10 @@ class _Trials:
     def __init__(self, runner: Runner, steps: int, shared: SharedLevel, pair_s: float) -> None:
         self.pair_s = pair_s
         self.runner, self.steps, self.deadline = runner, steps, runner.deadline
-        self.glimpses_until = runner.deadline.part(GLIMPSE_SHARE)
+        self.micro_deadline = runner.deadline.part(MICRO_SHARE)
         self.shared = shared
 
-    def all(self, remedies: list[Remedy], found: TrialResults) -> None:
+    def run(self, remedies: list[Remedy], found: TrialResults) -> None:
         before = found.faster  # the predictions are relative to this throughput
         unknown = [remedy for remedy in remedies if remedy.gain is None]
         known = [remedy for remedy in remedies if remedy not in unknown]
@@ -348,11 +348,11 @@ class _Trials:
             assert remedy.gain is not None
             self._try(remedy, gain_after(remedy.gain, found.faster / before), found)
         seen = []
-        for one in unknown:
+        for remedy in unknown:
             try:
-                seen.append(replace(one, gain=self._glimpse(one, found.kept)))
+                seen.append(replace(remedy, gain=self._measure_shortly(remedy, found.kept)))
             except ValueError as error:
-                found.trials.append(_not_measured(one, None, error))
+                found.trials.append(_not_measured(remedy, None, error))
         for remedy in sorted(seen, key=_mean_gain, reverse=True):
             self._try(remedy, remedy.gain, found)
 
@@ -361,7 +361,7 @@ class _Trials:
         source, first = remedy.source, None
         if foreseen is not None and source != TRIED and _rough(foreseen):
             try:
-                better = self._glimpse(remedy, found.kept)
+                better = self._measure_shortly(remedy, found.kept)
             except ValueError as error:
                 found.trials.append(_not_measured(remedy, foreseen, error))
                 return
@@ -375,9 +375,9 @@ class _Trials:
             found.kept[remedy.knob] = remedy.value
             found.faster *= 1 + trial.gain.mean
 
-    def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
+    def _measure_shortly(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
         """Return the gain over a few steps; None without the time for it or a value to set."""
-        if remedy.value is None or not self.glimpses_until.left_s:
+        if remedy.value is None or not self.micro_deadline.left_s:
             return None
         if (MICRO_ROUNDS + LOOKS[0]) * self.pair_s > self.deadline.left_s:
             return None  # the trial itself needs the time

@@ -23,7 +23,8 @@ from ...cluster.topology.local_resources import file_system_type
 from ...cost.import_cost import Load, Packed
 from ...cost.machine.machine_file import SECONDS, Figure
 from ...launch.linux_processes import exit_on_signal, signals_handled
-from ...security.processes import find_program, program_command
+from ...record.ring.resource_usage import bytes_read
+from ...security.processes import find_program, program_command, run_program
 from ...security.removal import TemporaryFolder
 from ..probe.measure import page_cache
 from ..probe.measure.host_facts import free_space
@@ -136,9 +137,9 @@ def _refused(file: Path, error: OSError) -> ValueError:
 
 
 def _squashfs(environment: Environment, part: Path, step: Step) -> None:
-    offered = subprocess.run(program_command("mksquashfs", "-help"), capture_output=True, text=True)
+    offered = run_program("mksquashfs", "-help")
     names = re.findall(r"^\s+(\w+)(?: \(default\))?$", offered.stdout + offered.stderr, re.M)
-    kind = next((one for one in COMPRESSIONS if one in names), None)
+    kind = next((name for name in COMPRESSIONS if name in names), None)
     words = program_command("mksquashfs", str(environment.prefix), str(part))
     words += ["-noappend", "-no-recovery"]
     words += ["-no-xattrs", "-no-progress", "-quiet", "-mem", "1G"]
@@ -146,13 +147,13 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
     words += ["-comp", kind, *COMPRESSIONS[kind]] if kind else []
     # mksquashfs would set the files' times to it, and Python validates __pycache__ by these times.
     known = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=known
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=known
         )
         try:
             while process.poll() is None:
-                step(_read_by(process.pid) / max(1, environment.bytes))
+                step(bytes_read(str(process.pid))[0] / max(1, environment.bytes))
                 try:
                     process.wait(LOOK_S)
                 except subprocess.TimeoutExpired:
@@ -161,20 +162,11 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
             process.kill()
             process.wait()
         if process.returncode:
-            said.seek(0)
-            lines = [line for line in said.read().splitlines() if line.strip()] or ["no output"]
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if line.strip()] or ["no output"]
             code = process.returncode
             ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise OSError(None, f"mksquashfs {ended}: {'; '.join(lines[:2])}")
-
-
-def _read_by(pid: int) -> int:
-    """Return the number of bytes that a process has read; 0 if unknown."""
-    try:
-        with open(f"/proc/{pid}/io") as file:
-            return int(file.readline().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _tar(environment: Environment, part: Path, step: Step) -> None:
@@ -325,19 +317,13 @@ def _open_error(device: str) -> str:
 def _run_command(words: list[str], seconds: float | None) -> str:
     """Run a command; return the reason of a failure in one line, or ""."""
     try:
-        done = subprocess.run(
-            program_command(*words),
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=seconds,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = run_program(*words, seconds=seconds, text="")
+    except OSError as error:
         return f"{words[0]}: {error}"
     if done.returncode == 0:
         return ""
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
-    return f"{words[0]} ended with exit code {done.returncode}: {said[-1].strip()}"
+    output = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
+    return f"{words[0]} ended with exit code {done.returncode}: {output[-1].strip()}"
 
 
 def _unmount(folder: Path) -> None:
@@ -490,8 +476,8 @@ def _load(firsts: list[Timed], others: list[Timed], kept: float | None) -> Load:
     def figure(values: Iterable[float]) -> Figure:
         return Figure.of(values, SECONDS)
 
-    first, repeated = (figure(one.seconds for one in some) for some in (firsts, others))
-    return Load(first, repeated, figure(one.busy_s for one in others), kept)
+    first, repeated = (figure(load.seconds for load in some) for some in (firsts, others))
+    return Load(first, repeated, figure(load.busy_s for load in others), kept)
 
 
 def _visible(folder: Path) -> bool:

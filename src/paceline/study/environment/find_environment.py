@@ -85,8 +85,8 @@ def regular_files(folder: Path) -> Iterator[Path]:
 def _outside(prefix: Path, base: Path) -> Iterator[str]:
     if base != prefix:
         yield f"the base Python with its standard library: {base}"
-    given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    away = [one for one in given if not _in(one, prefix)]
+    given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    away = [folder for folder in given if not _in(folder, prefix)]
     if away:
         yield f"folders of PYTHONPATH: {join_words(away)}"
     editable = dict(_editable(prefix))
@@ -94,7 +94,7 @@ def _outside(prefix: Path, base: Path) -> Iterator[str]:
         named = [f"{name} ({folder})" for name, folder in editable.items()]
         yield f"editable installs: {join_words(named)}"
     known = {*given, *editable.values()}
-    others = [one for one in _searched(prefix, base) if not _under(one, known)]
+    others = [folder for folder in _searched(prefix, base) if not _under(folder, known)]
     if others:
         yield f"folders that modules come from: {join_words(others)}"
     links = [*_links(prefix, base)]
@@ -114,27 +114,32 @@ def _editable(prefix: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and the source folder of each editable install."""
     for path in sorted(prefix.glob("lib/python*/site-packages/*.dist-info/direct_url.json")):
         try:
-            said = read_json(path, DirectUrl, MAX_URL_BYTES)
+            direct_url = read_json(path, DirectUrl, MAX_URL_BYTES)
         except (OSError, ValueError):
             continue
-        if said.dir_info.get("editable") and said.url.startswith("file://"):
-            yield path.parent.name.partition("-")[0], unquote(said.url.removeprefix("file://"))
+        if direct_url.dir_info.get("editable") and direct_url.url.startswith("file://"):
+            yield (
+                path.parent.name.partition("-")[0],
+                unquote(direct_url.url.removeprefix("file://")),
+            )
 
 
 def _searched(prefix: Path, base: Path) -> list[str]:
     """Return other folders on the module search path, from .pth files or system site-packages."""
     own = str(Path(sys.argv[0]).resolve().parent)
-    found = [one for one in sys.path if os.path.isabs(one) and one not in (own, os.getcwd())]
+    found = [
+        folder for folder in sys.path if os.path.isabs(folder) and folder not in (own, os.getcwd())
+    ]
     version = f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     return [
-        one
-        for one in dict.fromkeys(found)
-        if not _in(one, prefix)
-        and not one.endswith(version)
-        and (not _under(one, standard) or "site-packages" in one)
-        and os.path.isdir(one)
-        and one != str(base)
+        folder
+        for folder in dict.fromkeys(found)
+        if not _in(folder, prefix)
+        and not folder.endswith(version)
+        and (not _under(folder, standard) or "site-packages" in folder)
+        and os.path.isdir(folder)
+        and folder != str(base)
     ]
 
 

@@ -23,12 +23,12 @@ from ...data.sources.open_source import import_function
 from ...launch.job import Job
 from ...launch.layout import ranks_per_host
 from ...launch.options import LaunchOptions
-from ...launch.ranks.local_host import ForkedRankServer
 from ...launch.start import start
 from ...launch.target import find_target
 from ...security.files import read_regular
 from ...security.schema import read_json
 from ...security.text import printable
+from ..measuring_jobs import removed_after_job
 
 RANK_MODULE = "paceline.study.packing"
 TASK, FAILED = "task.json", "failed"  # files in the job's folder
@@ -74,7 +74,7 @@ class Task:
 
     Attributes:
         left: Pieces to pack.
-        told: Description of the source, for messages.
+        description: Description of the source, for messages.
         done: Number of samples that were packed before.
         bytes: Size of these samples.
         classes: Whether labels are classes.
@@ -84,7 +84,7 @@ class Task:
     cut: Partition
     left: list[int]
     kind: str
-    told: str
+    description: str
     spooled: bool
     done: int
     bytes: int
@@ -159,21 +159,13 @@ def _run_ranks(task: Task, placement: LaunchOptions, job: PackJob) -> None:
     run = job.work / f"{RUN_PREFIX}{secrets.token_hex(6)}"
     run.mkdir()
     task.save(run)
-    try:
-        # Fresh interpreters: a rank needs no torch, and ``apply`` may not survive a fork.
-        launch_job = Job(
-            RANK_MODULE, [str(run.absolute())], True, fresh=True, bind="none", hang_timeout=0.0
-        )
+    # Fresh interpreters: a rank needs no torch, and ``apply`` may not survive a fork.
+    launch_job = Job(
+        RANK_MODULE, [str(run.absolute())], True, fresh=True, bind="none", hang_timeout=0.0
+    )
+    with removed_after_job(lambda: discard(run)):
         code = start(launch_job, replace(placement, min_ranks_per_host=_cores()))
         failed = _read_failure(run)
-    except (
-        ForkedRankServer
-    ):  # raised in the process that ranks are forked from; the job is not its own
-        raise
-    except BaseException:
-        discard(run)
-        raise
-    discard(run)
     if failed:
         raise ValueError(failed)
     if code == INTERRUPTED_EXIT_CODE:

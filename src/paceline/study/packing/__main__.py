@@ -78,7 +78,7 @@ def _encoder(task: Task, work: Path) -> Encoder:
         if task.spooled
         else open_source(asked.source, asked.labels, work, asked.wish.follow_links)
     )
-    source.kind, source.description = task.kind, task.told
+    source.kind, source.description = task.kind, task.description
     if len(source) != task.cut.samples:
         raise ValueError(
             f"{source.description} has {len(source):,} samples on this host, but "

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +24,17 @@ from ...record.hooks.collectives import RecordedGroup
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import Recorder
 from ...world.process_group import join_process_group, leave_process_group
-from .measure.links import LATENCY, LEAST, MOST, Members, backend_of, prepared
+from .measure.links import (
+    ITEM_BYTES,
+    LATENCY,
+    LEAST,
+    MOST,
+    Members,
+    backend_of,
+    elements,
+    mean_time,
+    prepared,
+)
 
 JOIN_SECONDS = 300.0
 EACH_SECONDS = 0.4  # approximate time for one size of one backend
@@ -115,30 +124,22 @@ def _in_turns(calls: dict[str, Callable[[], Any]], members: Members) -> dict[str
     """Interleave the calls; return seconds of each repetition, as means over the ranks."""
     for call in calls.values():
         call()
-    once = members.share([_mean(call, 1) for call in calls.values()])
+    once = members.share([mean_time(call) for call in calls.values()])
     row, count = _repetitions(sum(once), len(calls))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(count):
         for name, call in calls.items():
             call()  # untimed, so that the caches' contents left by other calls have no effect
             dist.barrier()
-            times[name].append(_mean(call, row))
+            times[name].append(mean_time(call, row))
     return {name: members.share(each) for name, each in times.items()}
 
 
 def _repetitions(once_s: float, calls: int) -> tuple[int, int]:
-    """Return the calls whose mean is one repetition, and the repetitions of so many calls."""
+    """Return the number of calls whose mean is one repetition, and of repetitions."""
     once_s = max(once_s, 1e-7)
     row = max(1, min(ROW, int(EACH_SECONDS / LEAST / once_s)))
     return row, min(MOST, max(LEAST, int(EACH_SECONDS * calls / row / once_s)))
-
-
-def _mean(call: Callable[[], Any], count: int) -> float:
-    """Return the mean seconds per call over ``count`` consecutive calls."""
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) / count
 
 
 def _hosts() -> tuple[str, ...]:
@@ -154,8 +155,7 @@ def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:
     count = world.Get_size()
 
     def prepared_with_mpi(size: int) -> tuple[int, Callable[[], Any]]:
-        each = max(1, size // 4 // count)
-        items = max(1, size // 4) if operation == "all-reduce" else each * count
+        items, each = elements(operation, size, count)
         whole, other = np.zeros(items, np.float32), np.zeros(items, np.float32)
         part = np.zeros(each, np.float32)
         calls: dict[str, Callable[[], Any]] = {
@@ -164,18 +164,18 @@ def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:
             "reduce-scatter": lambda: world.Reduce_scatter_block(whole, part),
             "all-to-all": lambda: world.Alltoall(whole, other),
         }
-        return items * 4, calls[operation]
+        return items * ITEM_BYTES, calls[operation]
 
     latency, table = None, []
     for size in (LATENCY, *sizes):
         exact, call = prepared_with_mpi(size)
         for _ in range(2):
             call()
-        row, repetitions = _repetitions(world.allreduce(_mean(call, 1)) / count, 1)
+        row, repetitions = _repetitions(world.allreduce(mean_time(call)) / count, 1)
         times = []
         for _ in range(repetitions):
             world.Barrier()
-            times.append(world.allreduce(_mean(call, row)) / count)
+            times.append(world.allreduce(mean_time(call, row)) / count)
         figure = Figure.of(times, SECONDS)
         if size == LATENCY:
             latency = figure

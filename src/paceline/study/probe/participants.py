@@ -151,20 +151,18 @@ class Participants:
             if not keys:
                 continue
             while not self.store.check(keys) and time.monotonic() < deadline:
-                time.sleep(
-                    POLL_INTERVAL_S
-                )  # polled, because store.wait prints warnings when it times out
+                time.sleep(POLL_INTERVAL_S)  # store.wait prints warnings when it times out
             if not self.store.check(keys):
                 self.unresponsive[host.name] = (
                     f"no answer within {seconds:.0f} s (measurement: {name})"
                 )
                 continue
-            said = [json.loads(self.store.get(key)) for key in keys]
-            mistakes = [one["failed"] for one in said if "failed" in one]
+            answers = [json.loads(self.store.get(key)) for key in keys]
+            mistakes = [answer["failed"] for answer in answers if "failed" in answer]
             if mistakes:
                 failed[host.name] = mistakes[0]
             elif host.leader in members:
-                found[host.name] = said[0]["found"]
+                found[host.name] = answers[0]["found"]
 
     def _get(self, key: str, seconds: float) -> Any:
         self.store.wait([key], datetime.timedelta(seconds=seconds))

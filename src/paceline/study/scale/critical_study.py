@@ -34,9 +34,7 @@ from ...knobs.learning_rate import UsedOptimizer, used_optimizers
 from ...knobs.loading import ACCUMULATE
 from ...knobs.loading import BATCH as BATCH_KNOB
 from ...plurals import counted
-from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.states import State
-from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ..study_folder import (
     SCRATCH_FOLDER,
     create_folder,
@@ -45,11 +43,18 @@ from ..study_folder import (
     remove_run,
     remove_scratch,
 )
-from ..trials import NoResultError, ScriptRequest, Trial, Trials, TrialSpec
+from ..trials import (
+    NoResultError,
+    ScriptRequest,
+    Trial,
+    Trials,
+    TrialSpec,
+    seed_options,
+    step_limit_options,
+)
 from .plan import (
     DEFAULT_MINUTES,
     FIRST_STEPS,
-    SEED,
     USED_SHARE,
     filled_in,
     run_limit_s,
@@ -137,12 +142,11 @@ class BranchRunner:
 
     def _spec(self, branch: Branch, path: Path) -> TrialSpec:
         request = self.request
-        covered, scratch = self.trials.covered, str(path / SCRATCH_FOLDER)
-        limit = StepLimit(branch.steps, scratch, covered, branches=True)
-        options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
+        options = step_limit_options(
+            self.trials, branch.steps, path / SCRATCH_FOLDER, branches=True
+        )
         options += ["--env", "PACELINE_PROGRESS=0", "--metric", request.metric or BACKWARD]
-        if not any(SEED in word for word in request.args):
-            options += ["--env", f"{SEED_SHIFT}={branch.seed}"]
+        options += seed_options(request.args, branch.seed)
         settings = dict(request.settings) | {RATE_KNOB: branch.factor}
         args = request.args
         if branch.batch is not None:
@@ -213,14 +217,14 @@ class BranchRunner:
             if series.has_samples
             else ((series.steps - first) * usual)
         )
-        samples = [max(float(one), 1.0) for one in counts]
+        samples = [max(float(samples_seen), 1.0) for samples_seen in counts]
         if samples[-1] <= (1 - TAIL_SHARE) * branch.steps * usual:
             raise ValueError(
                 f"the last of {counted(len(samples), 'value')} of the loss is of step "
                 f"{samples[-1] / usual:.0f} of {branch.steps}. HINT: --metric with a value of "
                 "every step, a larger --steps, or more epochs in ARGS"
             )
-        losses = [float(one) if math.isfinite(one) else None for one in series.values]
+        losses = [float(loss) if math.isfinite(loss) else None for loss in series.values]
         return samples, losses
 
     def _wrong_batch(self, branch: Branch, record: Run, figures: RunFigures) -> str:
@@ -251,7 +255,7 @@ def _failed(run: BranchRun, short: str, text: str = "", early: bool = False) -> 
 
 def _first_step(record: Run) -> int | None:
     """Return how many steps a run had made before; None if it made none."""
-    steps = [one.events_in(State.STEP)["step"] for one in record.records]
+    steps = [rank.events_in(State.STEP)["step"] for rank in record.records]
     return min((int(of.min()) for of in steps if len(of)), default=None)
 
 
@@ -346,25 +350,21 @@ def run_critical(folder: Path, say: Callable[[str], None], minutes: float | None
             contextlib.chdir(request.cwd),
             Trials(asked, say, "paceline-critical-", folder) as trials,
         ):
-            return _Measurement(folder, stored, BranchRunner(folder, request, trials), say).all()
+            return _Measurement(folder, stored, BranchRunner(folder, request, trials), say).run()
 
 
 class _Measurement:
     """The loop over the runs."""
 
     def __init__(
-        self,
-        folder: Path,
-        stored: StoredCritical,
-        runner: BranchRunner,
-        say: Callable[[str], None],
+        self, folder: Path, stored: StoredCritical, runner: BranchRunner, say: Callable[[str], None]
     ) -> None:
         self.folder, self.stored, self.runner, self.say = folder, stored, runner, say
         self.request, self.deadline = stored.request, runner.trials.deadline
         self._parts = {run.multiple: run.parts for run in stored.runs}
         self._done = 0
 
-    def all(self) -> CriticalEnd:
+    def run(self) -> CriticalEnd:
         interrupted = False
         try:
             point = self.stored.point or self._first_run()

@@ -70,7 +70,7 @@ class DaemonProcesses:
     @property
     def seconds(self) -> float:
         """Processor time until the last look."""
-        ticks = self._ended + sum(one.ticks for one in self._members.values())
+        ticks = self._ended + sum(process.ticks for process in self._members.values())
         return float(ticks / os.sysconf("SC_CLK_TCK"))
 
     def _processes(self) -> dict[int, _Process]:

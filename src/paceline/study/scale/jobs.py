@@ -15,16 +15,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ...analyze.scaling.study_folder import StoredStudy, read_runs, read_stored, write_study
+from ...analyze.scaling.study_folder import (
+    StoredFile,
+    StoredStudy,
+    read_runs,
+    read_stored,
+    write_study,
+)
 from ...analyze.scaling.study_model import MIN_REPEATS, Amount, Ranks, Seconds, StudyRun
 from ...launch.submit.batch_options import Batch, Resources, clock, job_name, usual_warning
 from ...launch.submit.schedulers import SCHEDULERS
-from ...launch.submit.submit import (
-    command_script,
-    is_active,
-    scheduler,
-    submit_script,
-)
+from ...launch.submit.submit import command_script, is_active, scheduler, submit_script
 from ...plurals import counted
 from ...security.files import InvalidFileError
 from ...security.folders import replace_file
@@ -91,11 +92,9 @@ class SizeJob:
 
 
 @dataclass(frozen=True)
-class StoredJobs:
+class StoredJobs(StoredFile):
     """Contents of ``jobs.json``."""
 
-    format: str
-    version: Annotated[int, Meta(ge=1)]
     options: JobOptions
     jobs: list[SizeJob] = field(default_factory=list)
 
@@ -109,8 +108,7 @@ def read_jobs(folder: Path) -> StoredJobs:
     """Read ``jobs.json``. Raises ValueError, OSError."""
     path = folder / JOBS_FILE
     stored = read_json(path, StoredJobs, MAX_JOBS_BYTES, escape=False)
-    if stored.format != FORMAT or stored.version > VERSION:
-        raise InvalidFileError(path, "is of another version of Paceline. HINT: update Paceline")
+    stored.check(path, FORMAT, VERSION)
     if stored.options.scheduler not in SCHEDULERS:
         raise InvalidFileError(path, f"names no scheduler: {stored.options.scheduler[:40]!r}")
     return stored
@@ -133,7 +131,7 @@ def cost_lines(stored: StoredStudy, jobs: Sequence[SizeJob], runs: Sequence[Stud
     """Return the jobs and what they cost at most, one line each."""
     lines = []
     for job in jobs:
-        setups = [one for one in setups_of(stored.points) if one.ranks == job.ranks]
+        setups = [setup for setup in setups_of(stored.points) if setup.ranks == job.ranks]
         batches = ", ".join(str(setup.global_batch) for setup in setups)
         known = [run.took_s for run in runs if run.setup.ranks == job.ranks]
         usual = f"; runs took {max(known):.0f} s each" if known else ""
@@ -339,7 +337,7 @@ def _submit(
     (folder / OUTPUT_FOLDER).mkdir(exist_ok=True)
     kind, submitted = SCHEDULERS[jobs.options.scheduler], []
     for job in planned:
-        before = sum(one.ranks == job.ranks for one in jobs.jobs)
+        before = sum(earlier.ranks == job.ranks for earlier in jobs.jobs)
         job = replace(job, output=_output(job, before + 1))
         script = script_of(stored, jobs.options, job, folder)
         number = submit_script(kind, batch_of(stored, jobs.options, job, folder), script)

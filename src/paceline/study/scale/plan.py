@@ -14,8 +14,9 @@ from ...analyze.scaling.study_model import (
     data_ranks,
 )
 from ...cost.layout import Layout
+from ..trials import SEED
 
-PER_RANK, GLOBAL, RANKS, SEED = "{per_rank}", "{global}", "{ranks}", "{seed}"
+PER_RANK, GLOBAL, RANKS = "{per_rank}", "{global}", "{ranks}"
 FIRST_STEPS = 12  # of the first run, which measures the duration of a step
 LEAST_STEPS, MOST_STEPS = 20, 400  # measured steps of a run, unless --steps says otherwise
 WARM_UP_SHARE = 0.25  # of the measured steps: further steps, for the warm-up that is dropped
@@ -34,7 +35,7 @@ def run_limit_s(expected_s: float) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What runs cost, as far as it is known.
+    """Expected cost of runs.
 
     Attributes:
         start_s: Time of a run outside of its steps.
@@ -88,7 +89,7 @@ def plan_points(request: StudyRequest, batch: BatchSource, parts: int = 1) -> li
         who = "data ranks" if request.layout else "ranks"
         split = f", in {parts} batches a step," if parts > 1 else ""
         below = base // divisor * divisor
-        near = " or ".join(str(one) for one in (below, below + divisor) if one)
+        near = " or ".join(str(batch) for batch in (below, below + divisor) if batch)
         raise ValueError(
             f"a global batch of {base}{split} can't be divided by {', '.join(map(str, bad))} "
             f"{who}. HINT: --global-batch {below + divisor} (nearest that all sizes divide: {near})"
@@ -126,7 +127,7 @@ def setups_of(points: Sequence[PlannedPoint]) -> list[Setup]:
 
 
 def total_steps(measured: int) -> int:
-    """Return the steps of a run with so many measured ones: further ones are dropped."""
+    """Return all steps of a run: the measured ones, and those of the warm-up."""
     return 1 + measured + max(LEAST_WARM_UP, math.ceil(WARM_UP_SHARE * measured))
 
 

@@ -37,15 +37,22 @@ from ...cluster.topology.local_resources import allowed_threads
 from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
 from ...knobs.loading import BATCH as BATCH_KNOB
 from ...plurals import counted, parse_ranges
-from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ...record.ring.recorder import clock_id
 from ...record.ring.states import State
-from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ..study_folder import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
-from ..trials import InterruptedTrialError, NoResultError, Trial, Trials, TrialSpec
+from ..study_nodes import StudyNodes
+from ..trials import (
+    SEED,
+    InterruptedTrialError,
+    NoResultError,
+    Trial,
+    Trials,
+    TrialSpec,
+    seed_options,
+    step_limit_options,
+)
 from .daemon_processes import DaemonProcesses
-from .places import Place
-from .plan import SEED, filled_in, uses_template
+from .plan import filled_in, uses_template
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
 NO_BATCH_HINT = (
@@ -66,16 +73,12 @@ NS = 1e-9
 def target_options(request: StudyRequest, seed: int) -> list[str]:
     """Return the options of ``paceline run`` for a run with this seed; none without a target.
 
-    The launcher ends the run when the target is reached. A script without {seed} in its arguments
-    gets another seed by ``PACELINE_SEED_SHIFT``.
+    The launcher ends the run when the target is reached.
     """
     if not request.until:
         return []
     metric = request.metric or parse_goal(request.until).name
-    words = ["--metric", metric, "--until", request.until]
-    if not any(SEED in word for word in request.args):
-        words += ["--env", f"{SEED_SHIFT}={seed}"]
-    return words
+    return ["--metric", metric, "--until", request.until, *seed_options(request.args, seed)]
 
 
 def target_result(
@@ -143,8 +146,8 @@ IDLE_COLUMNS = (4, 5)  # of the line "cpuN user nice system idle iowait ..."
 class MachineWatch:
     """Samples the clock of this process's cores in a thread, from ``start`` to ``stop``.
 
-    The load of others is the processor time of these cores less that of this process's children
-    that have ended, and less that of ranks that a daemon has started.
+    The load of other processes is the processor time of these cores minus that of this process, of
+    its children that have ended, and of ranks that a daemon has started.
 
     Args:
         by_daemon: Whether a daemon of the scheduler starts the ranks.
@@ -193,7 +196,7 @@ class MachineWatch:
         while not self._over.wait(INTERVAL_S):
             if self._daemon_processes is not None:
                 self._daemon_processes.sample()
-            found = [one for core in self._cores if (one := self._mhz(core)) is not None]
+            found = [mhz for core in self._cores if (mhz := self._mhz(core)) is not None]
             if found:
                 self._samples.append(statistics.fmean(found))
 
@@ -254,9 +257,9 @@ def measured_energy(
         return [], meter.notes
     start, end = window.start / 1e9, window.end / 1e9
     readings = [
-        EnergyReading(one.source, one.between(start, end), one.is_estimate, one.how)
-        for one in meter.charged(_cores(figures))
-        if not one.within
+        EnergyReading(charge.source, charge.between(start, end), charge.is_estimate, charge.how)
+        for charge in meter.charged(_cores(figures))
+        if not charge.within
     ]
     return readings, meter.notes
 
@@ -323,7 +326,7 @@ class SetupRunner:
     Args:
         folder: The study's folder.
         request: The study's request.
-        place: Where the sizes run.
+        nodes: Where the sizes run.
         trials: Runs the script.
 
     Attributes:
@@ -331,8 +334,10 @@ class SetupRunner:
             batches a step; each is one part, which is set in the runs.
     """
 
-    def __init__(self, folder: Path, request: StudyRequest, place: Place, trials: Trials) -> None:
-        self.folder, self.request, self.place, self.trials = folder, request, place, trials
+    def __init__(
+        self, folder: Path, request: StudyRequest, nodes: StudyNodes, trials: Trials
+    ) -> None:
+        self.folder, self.request, self.nodes, self.trials = folder, request, nodes, trials
         self.parts = 1
 
     def run(self, setups: Sequence[Setup], plan: RunPlan) -> list[SetupResult]:
@@ -349,7 +354,7 @@ class SetupRunner:
         for setup in setups:
             path, repeat = new_run_folder(self.folder, setup)
             begun.append(_Begun(setup, plan, path, repeat, first_host))
-            first_host += self.place.hosts_of(setup.ranks)
+            first_host += self.nodes.hosts_of(setup.ranks)
         results = self._run(begun)
         for result in results:
             write_run(self.folder, result.run)
@@ -370,33 +375,31 @@ class SetupRunner:
 
     def _run(self, begun: "Sequence[_Begun]") -> list[SetupResult]:
         """Return the results of runs that ended before the time of the study was over."""
-        watch, meter = MachineWatch(self.place.by_daemon), EnergyMeter().start()
+        watch, meter = MachineWatch(self.nodes.by_daemon), EnergyMeter().start()
         watch.start()
         try:
-            trials = self.trials.run_trials([self._spec(one) for one in begun])
+            trials = self.trials.run_trials([self._spec(run) for run in begun])
         except InterruptedTrialError:
-            for one in begun:
-                remove_run(one.path)
+            for run in begun:
+                remove_run(run.path)
             raise
         finally:
             machine = watch.stop()
             meter.stop()
-            for one in begun:
-                remove_scratch(one.path)
+            for run in begun:
+                remove_scratch(run.path)
         results = []
-        for one, trial in zip(begun, trials, strict=True):
-            if trial.code is None and not self.trials.deadline.left_s and one.plan.steps:
-                remove_run(one.path)
+        for run, trial in zip(begun, trials, strict=True):
+            if trial.code is None and not self.trials.deadline.left_s and run.plan.steps:
+                remove_run(run.path)
             else:
-                results.append(self._result(one, trial, machine, meter))
+                results.append(self._result(run, trial, machine, meter))
         return results
 
-    def _spec(self, one: "_Begun") -> TrialSpec:
-        request, setup, plan, folder = self.request, one.setup, one.plan, one.path
-        covered, scratch = self.trials.covered, folder / SCRATCH_FOLDER
-        limit = StepLimit(plan.steps, str(scratch), covered)
-        options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
-        options += [] if plan.steps else target_options(request, one.repeat)
+    def _spec(self, begun: "_Begun") -> TrialSpec:
+        request, setup, plan, folder = self.request, begun.setup, begun.plan, begun.path
+        options = step_limit_options(self.trials, plan.steps, folder / SCRATCH_FOLDER)
+        options += [] if plan.steps else target_options(request, begun.repeat)
         settings = dict(request.settings)
         settings |= {LAYOUT_KNOB: setup.layout} if setup.layout else {}
         if plan.sets_batch and not uses_template(request.args):
@@ -406,29 +409,29 @@ class SetupRunner:
             folder / LOG_FILE,
             options,
             ranks=setup.ranks,
-            where=self.place.where(setup.ranks, one.first_host),
-            args=filled_in(request.args, setup, one.repeat, self.parts),
+            where=self.nodes.where(setup.ranks, begun.first_host),
+            args=filled_in(request.args, setup, begun.repeat, self.parts),
             settings=settings,
             limit_s=plan.limit_s,
         )
 
     def _result(
-        self, one: "_Begun", trial: Trial, machine: MachineState, meter: EnergyMeter
+        self, begun: "_Begun", trial: Trial, machine: MachineState, meter: EnergyMeter
     ) -> SetupResult:
         """Return the result of a trial that ended."""
-        setup = one.setup
+        setup = begun.setup
         run = StudyRun(
-            f"{RUNS_FOLDER}/{one.path.name}",
+            f"{RUNS_FOLDER}/{begun.path.name}",
             setup,
-            one.repeat,
-            hosts=self.place.hosts_of(setup.ranks),
+            begun.repeat,
+            hosts=self.nodes.hosts_of(setup.ranks),
             took_s=trial.took_s,
             started=trial.started,
         )
         try:
             who = counted(setup.ranks, "rank")
-            record = trial.finished_record(who, may_end_early=not one.plan.steps)
-            return SetupResult(self._measured(one, run, trial, record, machine, meter))
+            record = trial.finished_record(who, may_end_early=not begun.plan.steps)
+            return SetupResult(self._measured(begun, run, trial, record, machine, meter))
         except NoResultError as failure:
             return SetupResult(replace(run, failure=str(failure)), text=failure.text)
         except ValueError as error:
@@ -436,7 +439,7 @@ class SetupRunner:
 
     def _measured(
         self,
-        one: "_Begun",
+        begun: "_Begun",
         run: StudyRun,
         trial: Trial,
         record: Run,
@@ -444,14 +447,14 @@ class SetupRunner:
         meter: EnergyMeter,
     ) -> StudyRun:
         """Return the run with its figures. Raises ValueError if they cannot be used."""
-        plan = one.plan
+        plan = begun.plan
         figures = figures_of_run(record)
-        folder = one.path / RECORD_FOLDER
+        folder = begun.path / RECORD_FOLDER
         end = None if plan.steps else target_result(self.request, folder, record, run.setup)
         has_seed = end is not None or any(SEED in word for word in self.request.args)
         seed = run.repeat if has_seed else None
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
-        energy, notes = measured_energy(meter, record, figures, one.first_host + run.hosts)
+        energy, notes = measured_energy(meter, record, figures, begun.first_host + run.hosts)
         figures = replace(figures, energy=energy, energy_notes=notes)
         if why := _other_layout(run.setup, figures):
             raise NoResultError(why)

@@ -44,9 +44,15 @@ from ...analyze.scaling.study_model import (
 )
 from ...plurals import counted
 from ..study_folder import create_folder, locked_sizes, remove_unfinished
+from ..study_nodes import (
+    StudyNodes,
+    check_side_by_side,
+    check_sizes,
+    find_study_nodes,
+    side_by_side,
+)
 from ..trials import ScriptRequest, Trials, rounds
 from .daemon_processes import marked_processes
-from .places import Place, check_side_by_side, check_sizes, place_of, side_by_side
 from .plan import (
     DEFAULT_MINUTES,
     FIRST_STEPS,
@@ -80,11 +86,11 @@ def predict_setup(folder: Path, setup: Setup) -> list[Prediction]:
     study = read_study(folder)
     kinds = {point.kind for point in study.points if point.setup == setup}
     found = [
-        one
+        prediction
         for kind in sorted(kinds)
         if _measured(study, kind, setup.ranks) >= MIN_SIZES
-        for one in predict_next(study, kind, [setup.ranks])
-        if one.global_batch == setup.global_batch
+        for prediction in predict_next(study, kind, [setup.ranks])
+        if prediction.global_batch == setup.global_batch
     ]
     return _store(folder, study, found)
 
@@ -92,7 +98,7 @@ def predict_setup(folder: Path, setup: Setup) -> list[Prediction]:
 def predict_larger(folder: Path) -> list[Prediction]:
     """Predict the next two sizes of each kind, and store that. Raises as ``predict_setup``."""
     study = read_study(folder)
-    found = [one for kind in study.request.kinds for one in predict_next(study, kind)]
+    found = [prediction for kind in study.request.kinds for prediction in predict_next(study, kind)]
     return _store(folder, study, found)
 
 
@@ -106,7 +112,12 @@ def _store(folder: Path, study: ScalingStudy, found: list[Prediction]) -> list[P
         (prediction.kind, prediction.ranks, prediction.model, tuple(prediction.sizes))
         for prediction in study.predictions
     }
-    new = [one for one in found if (one.kind, one.ranks, one.model, tuple(one.sizes)) not in known]
+    new = [
+        prediction
+        for prediction in found
+        if (prediction.kind, prediction.ranks, prediction.model, tuple(prediction.sizes))
+        not in known
+    ]
     if new:
         store_predictions(folder, new)
     return new
@@ -131,7 +142,7 @@ def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
     """
     study = plan_study(request)
     if request.ranks_per_host is None:  # not in jobs
-        _check_place(request, place_of(request.where), request.sizes)
+        _check_nodes(request, find_study_nodes(request.where), request.sizes)
     create_folder(folder, STUDY_FILE)
     (folder / RUNS_FOLDER).mkdir(exist_ok=True)
     write_study(folder, study)
@@ -172,9 +183,9 @@ def run_study(
         OSError: The folder can't be written.
     """
     request = read_stored(folder).request
-    place = place_of(request.where)
-    _check_place(request, place, [size for size in request.sizes if only is None or size in only])
-    options = _with_equal_cores(request, place)
+    nodes = find_study_nodes(request.where)
+    _check_nodes(request, nodes, [size for size in request.sizes if only is None or size in only])
+    options = _with_equal_cores(request, nodes)
     asked = ScriptRequest(
         request.script,
         request.args,
@@ -188,29 +199,29 @@ def run_study(
         contextlib.chdir(request.cwd),
         Trials(asked, listener.message, "paceline-scale-", folder) as trials,
     ):
-        runner = SetupRunner(folder, request, place, trials)
-        return _StudyRun(folder, read_stored(folder), runner, listener, only).all()
+        runner = SetupRunner(folder, request, nodes, trials)
+        return _StudyRun(folder, read_stored(folder), runner, listener, only).run()
 
 
-def _check_place(request: StudyRequest, place: Place, sizes: Sequence[int]) -> None:
+def _check_nodes(request: StudyRequest, nodes: StudyNodes, sizes: Sequence[int]) -> None:
     if not request.oversubscribe:
-        check_sizes(sizes, place)
+        check_sizes(sizes, nodes)
     if request.side_by_side:
-        check_side_by_side(place)
+        check_side_by_side(nodes)
 
 
-def _with_equal_cores(request: StudyRequest, place: Place) -> list[str]:
+def _with_equal_cores(request: StudyRequest, nodes: StudyNodes) -> list[str]:
     """Return the options of all runs: each rank has as many cores at every size.
 
     Where ranks share cores (``--oversubscribe``), each has one thread at every size.
     """
     largest = max(request.sizes)
-    full = request.ranks_per_host or -(-largest // place.hosts_of(largest))
-    cores = place.cores_of_rank(full)
+    full = request.ranks_per_host or -(-largest // nodes.hosts_of(largest))
+    cores = nodes.cores_of_rank(full)
     given = {"--cpus-per-rank", "--threads"} & set(request.options)
     if cores is None or given:
         return request.options
-    if full > (place.cores or full):
+    if full > (nodes.cores or full):
         return [*request.options, "--threads", "1"]
     return [*request.options, "--cpus-per-rank", str(cores)]
 
@@ -247,7 +258,7 @@ class _StudyRun:
         self.no_time: set[Setup] = set()  # setups whose next run does not fit into the time
         self.runs_done = 0
 
-    def all(self) -> StudyEnd:
+    def run(self) -> StudyEnd:
         interrupted = False
         try:
             self._prepare()
@@ -380,7 +391,7 @@ class _StudyRun:
         """Return the setups that run at the same time: one, unless the user asked for more."""
         if not self.request.side_by_side:
             return [[setup] for setup in setups]
-        return side_by_side(setups, self.runner.place)
+        return side_by_side(setups, self.runner.nodes)
 
     def _use_fewer_steps(self) -> None:
         """Shorten the next runs if steps take longer than the first run has shown."""

@@ -312,7 +312,7 @@ def _run(words: list[str]) -> None:
 
 def main(fd: int, modules: str) -> NoReturn:
     """Serve commands; a launcher runs its command, and ends."""
-    request = serve(socket.socket(fileno=fd), [one for one in modules.split(",") if one])
+    request = serve(socket.socket(fileno=fd), [name for name in modules.split(",") if name])
     try:
         become_launcher(request["output"], request["folder"])
     except OSError as error:

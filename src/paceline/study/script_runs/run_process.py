@@ -1,4 +1,4 @@
-"""Run commands, and read the end of their output."""
+"""Run commands within a time budget, and read the end of their output."""
 
 import contextlib
 import math
@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +17,38 @@ from ...security.files import open_regular
 from ...security.text import printable
 from .launcher_server import LauncherServer
 
+MINUTE_S = 60.0
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 LAST_LINES = 6  # of the output of a failed run, shown in the error
 RANK_FAILED = re.compile(r"^paceline: rank \d+ failed: ")
 POLL_S = 0.05  # while several runs last
 # Signals that end runs, each with the time in s that the runs have to end their ranks.
 END_SIGNALS = ((signal.SIGINT, 6.0), (signal.SIGTERM, 6.0), (signal.SIGKILL, 10.0))
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A point in time at which a command's runs, or a part of them, end.
+
+    Attributes:
+        at_s: On the clock of ``time.monotonic``.
+    """
+
+    at_s: float
+
+    @classmethod
+    def after(cls, seconds: float) -> "Deadline":
+        """Return the deadline that many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; 0 after the deadline."""
+        return max(self.at_s - time.monotonic(), 0.0)
+
+    def part(self, share: float) -> "Deadline":
+        """Return the deadline after this share of the time that is left."""
+        return Deadline.after(share * self.left_s)
 
 
 class Process(Protocol):
@@ -127,8 +154,8 @@ def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
     with open(open_regular(log), "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - MAX_LOG_BYTES, 0))
         text = file.read(MAX_LOG_BYTES).decode(errors="replace")
-    said = [printable(line) for line in text.splitlines()]
-    lines = [x for x in said if x.strip() and not x.startswith("paceline: the record is in")]
+    printed = [printable(line) for line in text.splitlines()]
+    lines = [x for x in printed if x.strip() and not x.startswith("paceline: the record is in")]
     return lines[-count:] or ["(the script printed nothing)"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ...record.trial_reports import trial_reporter
 from ...security.processes import import_folders
 from ...security.schema import load_json
-from .command import OWN
+from .command import EPOCHS, OWN, RANKS, SEED, TRIAL
 
 MODULE_NAME = "paceline_trial"
 
@@ -47,10 +47,9 @@ def main(text: str, arguments: str) -> None:
     tree = load_json(arguments.encode(), "the arguments of the trial")
     function = find_function(text)
     known = inspect.signature(function).parameters
-    own = {name: tree["own"][name] for name in OWN if name in known}
-    for name in ("trial", "seed", "ranks", "epochs"):
-        if own.get(name):
-            own[name] = int(own[name])
+    # Without study.epochs, the function's own default counts.
+    own = {name: tree["own"][name] for name in OWN if name in known and tree["own"][name]}
+    own |= {name: int(own[name]) for name in (TRIAL, SEED, RANKS, EPOCHS) if name in own}
     result = function(**tree["values"], **own)
     reporter = trial_reporter()
     if reporter is None or result is None:

@@ -146,8 +146,10 @@ def _check_function(function: str, parameters: Sequence[Parameter]) -> Command:
             f'study.function = "{function}" is no function. HINT: "train.py:train" or '
             '"package.module:train"'
         )
-    for one in parameters:
-        if not one.name.isidentifier():
-            raise ValueError(f"parameters.{one.name}: arguments of a function are identifiers")
+    for parameter in parameters:
+        if not parameter.name.isidentifier():
+            raise ValueError(
+                f"parameters.{parameter.name}: arguments of a function are identifiers"
+            )
     optional = frozenset(parameter.name for parameter in parameters if parameter.when)
     return Command("", function, optional)

@@ -176,15 +176,15 @@ def _copy(opened: OpenStudy, trial: "FrozenTrial") -> None:
 
     spec, values = opened.spec, dict(trial.params)
     active = [parameter for parameter in spec.parameters if is_active(parameter, values)]
-    if {one.name for one in active} != set(values):
+    if {parameter.name for parameter in active} != set(values):
         return
-    if not all(one.accepts(values[one.name]) for one in active):
+    if not all(parameter.accepts(values[parameter.name]) for parameter in active):
         return
     opened.study.add_trial(
         create_trial(
             values=list(trial.values),
             params=values,
-            distributions={one.name: one.distribution() for one in active},
+            distributions={parameter.name: parameter.distribution() for parameter in active},
             intermediate_values=dict(trial.intermediate_values),
             user_attrs={**trial.user_attrs, COPIED: trial.number},
         )
@@ -206,9 +206,9 @@ def _names(spec: StudySpec, storage: "JournalStorage") -> list[str]:
     """Return the names of the studies of this file in the journal, the newest one first."""
     pattern = re.compile(re.escape(spec.name) + r"(?:-(\d{1,6}))?")
     found = {}
-    for one in storage.get_all_studies():
-        if match := pattern.fullmatch(one.study_name):
-            found[int(match[1] or 1)] = one.study_name
+    for summary in storage.get_all_studies():
+        if match := pattern.fullmatch(summary.study_name):
+            found[int(match[1] or 1)] = summary.study_name
     return [found[number] for number in sorted(found, reverse=True)]
 
 

@@ -69,6 +69,11 @@ class Parameter:
         return f"{self.low:g} to {self.high:g}"
 
     @property
+    def _grid_step(self) -> float | None:
+        """Distance of its values; None: any number of the range."""
+        return self.step or (1 if self.is_int else None)
+
+    @property
     def example(self) -> Value:
         """One of its values."""
         return self.choices[0] if self.choices else int(self.low) if self.is_int else self.low
@@ -90,26 +95,20 @@ class Parameter:
         if self.choices:
             return distributions.CategoricalDistribution(self.choices)
         if self.is_int:
-            step = 1 if self.step is None else int(self.step)
-            return distributions.IntDistribution(int(self.low), int(self.high), self.log, step)
+            low, high, step = int(self.low), int(self.high), int(self._grid_step or 1)
+            return distributions.IntDistribution(low, high, self.log, step)
         return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
 
     def draw(self, trial: "Trial") -> Value:
         """Return the value in a trial; a trial that has it already keeps it."""
-        value: Value
         if self.choices:
             chosen = trial.suggest_categorical(self.name, self.choices)
             assert chosen is not None, "None is no choice of a study file"
-            value = chosen
-        elif self.is_int:
-            step = 1 if self.step is None else int(self.step)
-            low, high = int(self.low), int(self.high)
-            value = trial.suggest_int(self.name, low, high, step=step, log=self.log)
-        else:
-            value = trial.suggest_float(
-                self.name, self.low, self.high, step=self.step, log=self.log
-            )
-        return value
+            return chosen
+        if self.is_int:
+            low, high, step = int(self.low), int(self.high), int(self._grid_step or 1)
+            return trial.suggest_int(self.name, low, high, step=step, log=self.log)
+        return trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
 
     def at(self, share: float) -> Value:
         """Return the value at a place of the range, from 0 to 1, on the scale that is drawn on."""
@@ -125,21 +124,18 @@ class Parameter:
         In a range that begins at 0 or below, the number moves by that part of the range instead.
         """
         if self.choices:
-            at = next(i for i, one in enumerate(self.choices) if one == value)
-            at += 1 if factor > 1 else -1
+            at = self.choices.index(value) + (1 if factor > 1 else -1)
             return self.choices[min(max(at, 0), len(self.choices) - 1)]
         number = float(value)
         moved = number * factor if self.low > 0 else number + (factor - 1) * (self.high - self.low)
         found = self._rounded(moved)
-        step = self.step or (1 if self.is_int else None)
-        if found == value and step is not None:
+        if found == value and (step := self._grid_step) is not None:
             found = self._rounded(number + (step if factor > 1 else -step))
         return found
 
     def _rounded(self, number: float) -> int | float:
         """Return the nearest number that the parameter may have."""
-        step = self.step or (1 if self.is_int else None)
-        if step is not None:
+        if (step := self._grid_step) is not None:
             most = int((self.high - self.low) / step + 1e-9)
             number = self.low + min(max(round((number - self.low) / step), 0), most) * step
         number = min(max(number, self.low), self.high)
@@ -149,9 +145,8 @@ class Parameter:
         """Return all values, or None if there are infinitely many."""
         if self.choices:
             return list(self.choices)
-        if self.log or (self.step is None and not self.is_int):
+        if self.log or (step := self._grid_step) is None:
             return None
-        step = 1 if self.step is None else self.step
         count = int((self.high - self.low) / step + 1e-9) + 1
         values = [self.low + number * step for number in range(count)]
         return [int(value) for value in values] if self.is_int else list(values)
@@ -215,10 +210,7 @@ def _check_knob(where: str, knob: str, values: Iterable[Value]) -> None:
 
 def is_active(parameter: Parameter, values: Mapping[str, Value]) -> bool:
     """Return whether a parameter exists at a point."""
-    return all(
-        name in values and any(values[name] == one for one in wanted)
-        for name, wanted in parameter.when.items()
-    )
+    return all(name in values and values[name] in wanted for name, wanted in parameter.when.items())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

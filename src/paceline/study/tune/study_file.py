@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ...cost.layout import Layout
-from ...cost.machine.read_toml import read_toml
+from ...cost.machine.toml_files import read_toml
 from ...knobs.layouts import LAYOUT as LAYOUT_KNOB
 from ...knobs.settings import exclude
 from ...plurals import counted
@@ -105,7 +105,7 @@ class StudySpec:
         patterns: Regular expressions for lines of the output, by the metric that they give.
         search_options, pruner_options: Options of the sampler and the pruner.
         command: The command.
-        identity: What must not change while the study goes on, as it is in the file.
+        identity: Content of the file that must not change while the study continues.
     """
 
     path: Path
@@ -275,28 +275,30 @@ def _words(error: str, tree: dict[str, Any]) -> str:
 def _choices(kind: Any) -> list[str]:
     """Return the values of the literals in a type."""
     if get_origin(kind) is Literal:
-        return [str(one) for one in get_args(kind)]
-    return [one for part in get_args(kind) for one in _choices(part)]
+        return [str(literal) for literal in get_args(kind)]
+    return [literal for part in get_args(kind) for literal in _choices(part)]
 
 
 def _in_order(parameters: list[Parameter]) -> list[Parameter]:
     """Return the parameters, each after those that it depends on. Raises ValueError."""
     by_name = {parameter.name: parameter for parameter in parameters}
-    for one in parameters:
-        for name, values in one.when.items():
+    for parameter in parameters:
+        for name, values in parameter.when.items():
             if name not in by_name:
                 near = nearest(name, by_name)
                 hint = f"HINT: {near}" if near else "HINT: name a parameter of this file"
-                raise ValueError(f"parameters.{one.name}.when names no parameter: {name}. {hint}")
+                raise ValueError(
+                    f"parameters.{parameter.name}.when names no parameter: {name}. {hint}"
+                )
             for value in values:
                 if not by_name[name].accepts(value):
                     raise ValueError(
-                        f"parameters.{one.name}.when: {name} is never {value!r}. HINT: one of "
-                        f"{by_name[name].range_text}"
+                        f"parameters.{parameter.name}.when: {name} is never {value!r}. HINT: "
+                        f"one of {by_name[name].range_text}"
                     )
     ordered: list[Parameter] = []
     while len(ordered) < len(parameters):
-        names = {one.name for one in ordered}
+        names = {parameter.name for parameter in ordered}
         ready = [
             parameter
             for parameter in parameters
@@ -373,13 +375,13 @@ def _check_layouts(spec: StudySpec) -> None:
     if twice := [knob for knob in knobs if knobs.count(knob) > 1]:
         raise ValueError(f"two parameters have the knob {twice[0]}. HINT: leave one of them out")
     exclude(dict.fromkeys(knobs))
-    for one in spec.parameters:
-        for text in one.choices if one.knob == LAYOUT_KNOB else ():
+    for parameter in spec.parameters:
+        for text in parameter.choices if parameter.knob == LAYOUT_KNOB else ():
             try:
                 Layout.parse(str(text)).over(spec.table.ranks)
             except ValueError as error:
                 ranks = f"study.ranks = {spec.table.ranks}"
-                raise ValueError(f"parameters.{one.name}, with {ranks}: {error}") from None
+                raise ValueError(f"parameters.{parameter.name}, with {ranks}: {error}") from None
 
 
 def _check_known(spec: StudySpec) -> None:

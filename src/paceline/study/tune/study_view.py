@@ -201,39 +201,69 @@ def best_numbers(study: "Study", rows: Sequence[TrialRow]) -> list[int]:
     if not complete:
         return []
     if len(study.directions) > 1:
-        return sorted(one.number for one in study.best_trials)
+        return sorted(trial.number for trial in study.best_trials)
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
     return [min(complete, key=lambda row: (sign * row.values[0], row.number)).number]
 
 
-def study_view(opened: OpenStudy, rows: list[TrialRow], best: list[int]) -> TuningView:
-    """Return the view of a study of which the rows and the best trials are known."""
-    table = opened.spec.table
-    pruner = f", {table.pruner}" if table.pruner != "none" else ""
-    return TuningView(
-        opened.study.study_name,
-        str(opened.journal),
-        opened.spec.metrics,
-        opened.spec.goals,
-        rows,
-        best,
-        table.trials,
-        table.command or table.function or "",
-        best_command(opened.spec, rows, best),
-        table.search + pruner,
-        notes=[*wait_notes(rows), *batch_notes(rows)],
-    )
+class StudyRows:
+    """The rows of a study's trials, by number, as they are in its journal.
+
+    Attributes:
+        by_number: The rows.
+        best: Numbers of the best complete trials.
+    """
+
+    def __init__(self, opened: OpenStudy, search: Search) -> None:
+        self._opened, self._search = opened, search
+        self.read()
+
+    def read(self) -> None:
+        """Read all rows again."""
+        trials = self._opened.study.get_trials(deepcopy=False)
+        self.by_number = [trial_row(trial, self._search) for trial in trials]
+        self.best = best_numbers(self._opened.study, self.by_number)
+
+    def refresh(self, number: int) -> TrialRow:
+        """Read the row of a trial again."""
+        trials = self._opened.study.get_trials(deepcopy=False)
+        for trial in trials[len(self.by_number) :]:
+            self.by_number.append(trial_row(trial, self._search))
+        row = self.by_number[number] = trial_row(trials[number], self._search)
+        if row.state == COMPLETE:
+            several = len(self._opened.spec.metrics) > 1
+            rows = self.by_number if several else [*map(self.by_number.__getitem__, self.best), row]
+            self.best = best_numbers(self._opened.study, rows)
+        return row
+
+    def view(self) -> TuningView:
+        """Return the current view of the study; its rows change with the study."""
+        spec, table = self._opened.spec, self._opened.spec.table
+        pruner = f", {table.pruner}" if table.pruner != "none" else ""
+        return TuningView(
+            self._opened.study.study_name,
+            str(self._opened.journal),
+            spec.metrics,
+            spec.goals,
+            self.by_number,
+            self.best,
+            table.trials,
+            table.command or table.function or "",
+            best_command(spec, self.by_number, self.best),
+            table.search + pruner,
+            notes=[*wait_notes(self.by_number), *batch_notes(self.by_number)],
+        )
 
 
 def read_view(opened: OpenStudy, with_importances: bool = True) -> TuningView:
     """Return the view of a study in its journal. The importances take seconds."""
-    search = make_search(opened.study, opened.spec)
-    rows = [trial_row(trial, search) for trial in opened.study.get_trials(deepcopy=False)]
-    importances, note = _importances(opened.study, rows) if with_importances else ({}, "")
-    view = study_view(opened, rows, best_numbers(opened.study, rows))
+    view = StudyRows(opened, make_search(opened.study, opened.spec)).view()
+    if not with_importances:
+        return view
+    importances, note = _importances(opened.study, view.rows)
     trials = opened.study.get_trials(deepcopy=False)
     copied = {trial.number for trial in trials if COPIED in trial.user_attrs}
-    gain = search_gain(opened.spec, rows, copied) if with_importances else None
+    gain = search_gain(opened.spec, view.rows, copied)
     return replace(view, importances=importances, importance_note=note, gain=gain)
 
 
@@ -259,7 +289,7 @@ def best_command(spec: StudySpec, rows: list[TrialRow], best: list[int]) -> str:
     return f"-n {row.ranks} {shlex.join(spec.command.words(row.parameters, own))}"
 
 
-def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float], str]:
+def _importances(study: "Study", rows: Sequence[TrialRow]) -> tuple[dict[str, float], str]:
     """Return the importance of each parameter (functional ANOVA), or why there is none."""
     import optuna
 

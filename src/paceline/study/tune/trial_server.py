@@ -17,7 +17,7 @@ from ...launch.monitor.interrupt import TerminatedError, raise_on_termination
 from ...launch.ranks.local_host import ForkedRankServer
 from ...security.folders import replace_file
 from ..script_runs.launcher_server import MODULES, LauncherServer, become_launcher, serve
-from .trial_folder import TrialFolder
+from .trial_folder import Attempt, TrialFolder
 
 OF_TRIALS = ("paceline.tune", "paceline.launch.affinity.bind_ranks", "encodings.idna")
 
@@ -46,7 +46,7 @@ def use_huge_pages() -> None:
         is_anonymous = name.startswith(("[heap]", "[anon")) or not name
         if mode != "rw-p" or node != "0" or not is_anonymous:
             continue
-        first, end = (int(one, 16) for one in addresses.split("-"))
+        first, end = (int(address, 16) for address in addresses.split("-"))
         first, end = -(-first // size) * size, end // size * size
         if first < end:
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _COLLAPSE)
@@ -58,6 +58,7 @@ class TrialStart:
 
     Attributes:
         number: Number of the attempt, in this server.
+        trial, attempt: Folder of the trial, and number of the attempt there.
         words: Script and arguments, or -m, module and arguments.
         ranks: Number of ranks.
         share: See ``Job.share``.
@@ -65,32 +66,33 @@ class TrialStart:
         launcher: Value of --launcher, or None.
         variables: Environment variables of the ranks.
         folder: Working directory.
-        output, end_file, lock: Files of the attempt.
         hang_timeout: Same as for ``paceline run``.
         nodes: Number of nodes; of one that it shares, its part.
-        summary: File for the JSON summary.
         stage: Packed datasets to stage.
         settings: Knobs, by name.
         parent: Folder of the trial whose checkpoint this one begins from; "": none.
     """
 
     number: int
+    trial: str
+    attempt: int
     words: list[str]
     ranks: int
     share: tuple[int, int, int, int]
     folder: str
-    output: str
-    end_file: str
-    lock: str
     hosts: str = ""
     launcher: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
     nodes: float = 1.0
-    summary: str = ""
     stage: list[str] = field(default_factory=list)
     settings: dict[str, bool | int | float | str] = field(default_factory=dict)
     parent: str = ""
+
+    @property
+    def files(self) -> Attempt:
+        """The files of the attempt."""
+        return Attempt(Path(self.trial), self.attempt)
 
 
 class TrialServer(LauncherServer):
@@ -127,12 +129,12 @@ def _prepare() -> None:
 
 def _become_launcher(start: TrialStart) -> None:
     """Turn the forked process into the launcher of a trial."""
-    lock = os.open(start.lock, os.O_RDWR)  # kept open by all processes of the attempt
+    lock = os.open(start.files.lock, os.O_RDWR)  # kept open by all processes of the attempt
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
     except OSError:
         pass  # the file system has no such locks
-    become_launcher(start.output, start.folder)
+    become_launcher(str(start.files.output), start.folder)
     # A trial that pauses must not put the whole job of the study back into the queue.
     os.environ.pop("PACELINE_REQUEUE", None)
 
@@ -146,7 +148,7 @@ def take_parents_checkpoint(start: TrialStart) -> None:
     """
     if start.parent:
         raise_on_termination()
-        TrialFolder(Path(start.output).parent).take_checkpoint(TrialFolder(Path(start.parent)))
+        TrialFolder(Path(start.trial)).take_checkpoint(TrialFolder(Path(start.parent)))
 
 
 def launch(start: TrialStart) -> int:
@@ -165,7 +167,7 @@ def launch(start: TrialStart) -> int:
         ranks=start.ranks,
         share=start.share,
         hang_timeout=start.hang_timeout,
-        summary=Path(start.summary),
+        summary=start.files.summary,
         stage=start.stage,
         settings=start.settings,
     )
@@ -206,7 +208,7 @@ def _end(start: TrialStart, began: float, code: int, text: str) -> int:
     sys.stderr.flush()
     end = {"code": code, "seconds": time.monotonic() - began, "nodes": start.nodes}
     try:
-        replace_file(Path(start.end_file), json.dumps(end).encode())
+        replace_file(start.files.end_file, json.dumps(end).encode())
     except OSError:
         pass  # the runner knows the exit code, unless it is killed now
     return code

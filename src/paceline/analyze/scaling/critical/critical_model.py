@@ -14,6 +14,7 @@ from msgspec import Meta
 from ....security.files import InvalidFileError
 from ....security.folders import replace_file
 from ....security.schema import Count, Size, read_json
+from ..study_folder import StoredFile
 from ..study_model import Amount, Ranks, Seconds
 
 FORMAT, VERSION = "paceline-critical-batch", 1
@@ -122,7 +123,7 @@ class BranchRun:
 
 
 @dataclass(frozen=True)
-class StoredCritical:
+class StoredCritical(StoredFile):
     """Contents of ``critical-batch.json``.
 
     Attributes:
@@ -130,8 +131,6 @@ class StoredCritical:
         notes: What the user should know.
     """
 
-    format: str
-    version: Annotated[int, Meta(ge=1)]
     request: CriticalRequest
     point: BranchPoint | None = None
     runs: Annotated[list[BranchRun], Meta(max_length=MAX_RUNS)] = field(default_factory=list)
@@ -166,8 +165,7 @@ def read_critical(folder: Path) -> StoredCritical:
             f"{folder} has no {FILE}, so it is no measurement of a critical batch. HINT: paceline "
             f"scale --critical-batch -n 2 -o {folder} SCRIPT makes one"
         ) from None
-    if stored.format != FORMAT or stored.version > VERSION:
-        raise InvalidFileError(path, "is of another version of Paceline. HINT: update Paceline")
+    stored.check(path, FORMAT, VERSION)
     wrong = [run for run in stored.runs if len(run.samples) != len(run.losses)]
     if wrong or stored.request.multiples != sorted({1, *stored.request.multiples}):
         raise InvalidFileError(path, "contradicts itself. HINT: measure again")

@@ -51,9 +51,9 @@ class BatchAdvice:
 def noise_of_runs(found: list[NoiseFigures]) -> Band | None:
     """Return the noise scale of several runs; None if at least half of them do not know it."""
     known = [
-        (one.samples, one.low, one.high)
-        for one in found
-        if one.samples is not None and one.high is not None
+        (figures.samples, figures.low, figures.high)
+        for figures in found
+        if figures.samples is not None and figures.high is not None
     ]
     if 2 * len(known) <= len(found):
         return None

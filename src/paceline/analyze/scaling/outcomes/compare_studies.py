@@ -86,9 +86,7 @@ def compare_studies(before: ScalingStudy, after: ScalingStudy) -> StudyCompariso
     efficiencies = [_efficiencies(study) for study in (before, after)]
     changes = [
         _change(
-            groups[0][key],
-            groups[1][key],
-            (efficiencies[0].get(key), efficiencies[1].get(key)),
+            groups[0][key], groups[1][key], (efficiencies[0].get(key), efficiencies[1].get(key))
         )
         for key in sorted(common)
     ]
@@ -104,10 +102,10 @@ def compare_studies(before: ScalingStudy, after: ScalingStudy) -> StudyCompariso
 
 def _efficiencies(study: ScalingStudy) -> dict[tuple[str, int], float]:
     return {
-        (kind, one.point.ranks): one.efficiency.value
+        (kind, size.point.ranks): size.efficiency.value
         for kind in study.request.kinds
-        for one in scaling(study, kind)
-        if one.point is not one.reference
+        for size in scaling(study, kind)
+        if size.point is not size.reference
     }
 
 
@@ -130,8 +128,8 @@ def _ratio(before: SizePoint, after: SizePoint) -> tuple[Estimate, bool | None]:
     With one run of each, the interval contains an assumed spread between equal runs.
     """
     runs = [[run for run in point.figures if run.throughput > 0] for point in (before, after)]
-    groups = [[math.log(run.throughput) for run in one] for one in runs]
-    errors = [[relative_error(run) for run in one] for one in runs]
+    groups = [[math.log(run.throughput) for run in group] for group in runs]
+    errors = [[relative_error(run) for run in group] for group in runs]
     found = difference_of_runs(groups, errors, [BETWEEN_RUNS, BETWEEN_RUNS])
     value, limit = math.exp(found.after - found.before), found.limit()
     count = min(map(len, groups))

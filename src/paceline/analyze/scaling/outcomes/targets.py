@@ -77,7 +77,9 @@ def targets(study: ScalingStudy, kind: str) -> list[SizeTarget]:
         return found
     noise = band[0]
     first = found[0].point.setup.global_batch
-    predicted = [(1 + first / noise) / (1 + one.point.setup.global_batch / noise) for one in found]
+    predicted = [
+        (1 + first / noise) / (1 + size.point.setup.global_batch / noise) for size in found
+    ]
     return [
         replace(one, predicted_efficiency=value)
         for one, value in zip(found, predicted, strict=True)
@@ -114,13 +116,13 @@ def _size_target(point: SizePoint, goal: Goal, reference: Estimate | None) -> Si
 def soonest(sizes: Sequence[SizeTarget]) -> SizeTarget | None:
     """Return the size that reaches the target in the shortest time; of those that always do."""
     timed = [(size.seconds.value, size) for size in sizes if size.is_certain and size.seconds]
-    return min(timed, key=lambda one: one[0])[1] if timed else None
+    return min(timed, key=lambda pair: pair[0])[1] if timed else None
 
 
 def cheapest(sizes: Sequence[SizeTarget]) -> SizeTarget | None:
     """Return the size that needs the fewest node-hours; of those that always reach the target."""
     costs = [(size.node_hours.value, size) for size in sizes if size.is_certain and size.node_hours]
-    return min(costs, key=lambda one: one[0])[1] if costs else None
+    return min(costs, key=lambda pair: pair[0])[1] if costs else None
 
 
 def learning_rate_rule(sizes: Sequence[SizeTarget]) -> str | None:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ....cost.pipeline import INTERLEAVED_CHUNKS, idle_share
+from ....cost.layout import INTERLEAVED_CHUNKS, idle_share
 
 DEFAULT = "1f1b"
 AUTO = "auto"  # measured in the first steps (``ScheduleChoice``)

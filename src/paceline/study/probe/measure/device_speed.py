@@ -38,6 +38,20 @@ def repeat(call: Callable[[], Any], seconds: float, least: int = 5, most: int = 
     return found
 
 
+def synchronized(call: Callable[[], Any], device: Any) -> Callable[[], Any]:
+    """Return a function that calls ``call``, and waits until a GPU has computed it."""
+    import torch
+
+    if torch.device(device).type == "cpu":
+        return call
+
+    def call_and_wait() -> None:
+        call()
+        torch.cuda.synchronize(device)
+
+    return call_and_wait
+
+
 def rate(amount: float, times: list[float], unit: str) -> Figure:
     """Return the rates of an amount that was processed in each of these times (seconds)."""
     return Figure.of([amount / seconds for seconds in times], unit)
@@ -82,11 +96,7 @@ def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 
         for array, value in ((a, 0.0), (b, 1.0), (c, 2.0)):
             array.fill_(value)  # first touch by the threads that use it places it on their node
 
-        def call() -> None:
-            torch.add(b, c, alpha=3.0, out=a)
-            if device != "cpu":
-                torch.cuda.synchronize(device)
-
+        call = synchronized(functools.partial(torch.add, b, c, alpha=3.0, out=a), device)
         times = repeat(call, seconds)
         if not bool((a == 7.0).all()):
             raise ValueError(
@@ -171,7 +181,7 @@ def _measured(
     size, most = 1, _largest(operation, device)
     while True:
         call, amount = work(size, dtype, device)
-        call = functools.partial(_finished, call, device)
+        call = synchronized(call, device)
         times = repeat(call, 0.0, least=2)
         took = min(times)
         if took >= LONG_ENOUGH or size * 2 > most:
@@ -180,14 +190,6 @@ def _measured(
         size = min(most, size * min(8, max(2, round(1.5 * LONG_ENOUGH / took))))
     times = repeat(call, seconds)
     return Arithmetic(device, operation, precision, rate(amount, times, FLOPS))
-
-
-def _finished(call: Callable[[], Any], device: str) -> None:
-    import torch
-
-    call()
-    if device != "cpu":
-        torch.cuda.synchronize(device)
 
 
 def _product(size: int, dtype: Any, device: str) -> tuple[Callable[[], Any], float]:

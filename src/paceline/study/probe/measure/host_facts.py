@@ -107,9 +107,9 @@ def _versions() -> dict[str, str]:
 
 def _processor() -> str:
     """Return the CPU's name from /proc/cpuinfo (x86, then POWER), else the board's name (Arm)."""
-    said = read_sysfs(Path("/proc/cpuinfo"))
+    text = read_sysfs(Path("/proc/cpuinfo"))
     for key in ("model name", "cpu"):
-        found = re.search(rf"^{key}\s*:\s*(.+)$", said, re.MULTILINE)
+        found = re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE)
         if found:
             return found[1].strip()
     return read_sysfs(Path("/proc/device-tree/model")).rstrip("\0")
@@ -155,8 +155,8 @@ def _gpus() -> list[Gpu]:
 
 
 def _model(card: Card) -> str:
-    said = read_sysfs(Path("/proc/driver/nvidia/gpus") / card.name / "information")
-    found = re.search(r"^Model:\s*(.+)$", said, re.MULTILINE)
+    text = read_sysfs(Path("/proc/driver/nvidia/gpus") / card.name / "information")
+    found = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else f"GPU {card.name}"
 
 

@@ -90,8 +90,8 @@ def import_torch(times: int = 3, interpreter: str | None = None, count: bool = T
     found = [timed(interpreter) for _ in range(times)]
     calls = _traced(interpreter) if count else None
     return Import(
-        Figure.of([one.seconds for one in found], SECONDS),
-        Figure.of([one.busy_s for one in found], SECONDS),
+        Figure.of([run.seconds for run in found], SECONDS),
+        Figure.of([run.busy_s for run in found], SECONDS),
         found[0].seconds,
         found[0].busy_s,
         found[-1].opened if calls is None else calls,
@@ -102,9 +102,9 @@ def import_torch(times: int = 3, interpreter: str | None = None, count: bool = T
 
 def timed(interpreter: str | None = None) -> Timed:
     """Measure one import in a new process."""
-    said = _run(python_command("-c", CODE, interpreter=interpreter))
+    output = _run(python_command("-c", CODE, interpreter=interpreter))
     # Packages may print when they are imported.
-    line = next(one for one in said.splitlines() if one.startswith("paceline "))
+    line = next(text for text in output.splitlines() if text.startswith("paceline "))
     _, seconds, busy, opened, file = line.split(" ", 4)
     return Timed(float(seconds), float(busy), int(opened), file)
 
@@ -123,10 +123,10 @@ def _traced(interpreter: str | None) -> int | None:
         words = [strace, "-f", "-c", "-o", str(table), "-e", "trace=file,fstat,getdents64"]
         try:
             _run([*words, *python_command("-c", "import torch", interpreter=interpreter)])
-            said = table.read_text()
+            output = table.read_text()
         except (ValueError, OSError):  # many containers forbid tracing
             return None
-    total = re.search(r"^\s*100\.00\s+\S+\s+\S+\s+(\d+).*total$", said, re.MULTILINE)
+    total = re.search(r"^\s*100\.00\s+\S+\s+\S+\s+(\d+).*total$", output, re.MULTILINE)
     return int(total[1]) if total else None
 
 

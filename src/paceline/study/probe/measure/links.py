@@ -14,6 +14,7 @@ from ....comm.shared_memory_group import SharedMemoryGroup
 from ....cost.machine.machine_file import BANDWIDTH, SECONDS, AtSize, Collective, Figure, Pair
 from ....record.hooks.collectives import RecordedGroup
 from ..participants import ProbeHost
+from .device_speed import synchronized
 
 # Latency and bandwidth of the link between each two hosts.
 #
@@ -45,9 +46,9 @@ def rounds(count: int) -> list[list[Both]]:
     some = ring + [every[int(i * step)] for i in range(SOME_ROUNDS)]
     seen: set[Both] = set()
     found = []
-    for one in some:
-        found.append([pair for pair in one if pair not in seen])
-        seen.update(one)
+    for candidates in some:
+        found.append([pair for pair in candidates if pair not in seen])
+        seen.update(candidates)
     return found
 
 
@@ -72,9 +73,9 @@ def apart(pairs: Iterable[Both], machine: Sequence[str]) -> list[list[Both]]:
     found: list[tuple[list[Both], set[str]]] = []
     for pair in pairs:
         own = {machine[pair[0]], machine[pair[1]]}
-        for one, busy in found:
+        for members, busy in found:
             if not own & busy:
-                one.append(pair)
+                members.append(pair)
                 busy |= own
                 break
         else:
@@ -93,10 +94,10 @@ def pairs(hosts: Sequence[ProbeHost], rank: int, group: Any, device: torch.devic
     me = [host.leader for host in hosts].index(rank)
     found = []
     for all_pairs in rounds(len(hosts)):
-        for one in apart(all_pairs, machine):
+        for disjoint in apart(all_pairs, machine):
             together = torch.zeros(1)
             dist.all_reduce(together, group=group)
-            for first, second in one:
+            for first, second in disjoint:
                 if me in (first, second):
                     pair = _pair(hosts[first], hosts[second], me == first, group, device)
                     found += [pair] if me == first else []
@@ -143,7 +144,7 @@ class _Link:
         return self._to_and_fro(SMALL, size)
 
     def agree_on(self, number: int) -> int:
-        """Return on both ends the number that the beginning end passes."""
+        """Return the number of the end that begins, on both ends."""
         tensor = torch.tensor([number])
         self._pass(tensor, send=self.begins)
         return int(tensor)
@@ -173,6 +174,7 @@ class _Link:
 # waits inside its call. All ranks of a group choose the same number of repetitions and the same
 # largest size, because they decide from shared times.
 
+ITEM_BYTES = torch.float32.itemsize
 LATENCY = 8  # size in bytes of the vector whose time counts as the latency
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 QUICK = tuple(1 << power for power in range(12, 25, 4))  # 4 KiB to 16 MiB
@@ -264,7 +266,7 @@ def _expected(latency: Figure, table: list[AtSize], size: int) -> float:
     """Return the expected seconds for a larger vector, extrapolated linearly from the last two."""
     if not table:
         return 0.0
-    points = [(LATENCY, latency.low), *((one.bytes, one.seconds.low) for one in table)]
+    points = [(LATENCY, latency.low), *((entry.bytes, entry.seconds.low) for entry in table)]
     (less, before), (bytes_, seconds) = points[-2:]
     return seconds + (size - bytes_) * max(0.0, seconds - before) / (bytes_ - less)
 
@@ -273,15 +275,17 @@ def _timed(members: Members, operation: str, size: int, seconds: float) -> tuple
     """Return the vector's bytes and the seconds of each repetition, the same on all members."""
     exact, call = prepared(members, operation, size)
     call()
-    once = min(members.share([_once(call), _once(call)]))
+    once = min(members.share([mean_time(call), mean_time(call)]))
     count = min(MOST, max(LEAST, int(seconds / max(once, 1e-7))))
-    return exact, members.share([_once(call) for _ in range(count)])
+    return exact, members.share([mean_time(call) for _ in range(count)])
 
 
-def _once(call: Callable[[], Any]) -> float:
+def mean_time(call: Callable[[], Any], count: int = 1) -> float:
+    """Return the mean seconds per call over ``count`` consecutive calls."""
     start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
 
 
 def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
@@ -290,9 +294,8 @@ def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable
     The size of a vector is defined in docs/reference/measures.md; for all-gather it is that of all
     parts together. It may differ slightly from ``size`` if that is not divisible by the ranks.
     """
-    group, item = members.group, torch.float32.itemsize
-    each = max(1, size // item // members.size)
-    count = max(1, size // item) if operation == "all-reduce" else each * members.size
+    group = members.group
+    count, each = elements(operation, size, members.size)
     whole = torch.zeros(count, device=members.device)
     other = torch.zeros(count, device=members.device)
     part = torch.zeros(each, device=members.device)
@@ -302,12 +305,10 @@ def prepared(members: Members, operation: str, size: int) -> tuple[int, Callable
         "reduce-scatter": lambda: reduce_scatter_flat(part, whole, group=group),
         "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
-    call = calls[operation]
-    if members.device.type == "cpu":
-        return count * item, call
+    return count * ITEM_BYTES, synchronized(calls[operation], members.device)
 
-    def finished() -> None:
-        call()
-        torch.cuda.synchronize(members.device)
 
-    return count * item, finished
+def elements(operation: str, size: int, ranks: int) -> tuple[int, int]:
+    """Return the elements of a vector of about ``size`` bytes, and of the part of each rank."""
+    each = max(1, size // ITEM_BYTES // ranks)
+    return max(1, size // ITEM_BYTES) if operation == "all-reduce" else each * ranks, each

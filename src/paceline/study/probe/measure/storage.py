@@ -129,19 +129,19 @@ def _write(own: Path, room: int, seconds: float) -> list[Written]:
         elif time.perf_counter() > end:
             break
     # The first files are small, and their times are mostly the latency of the disk.
-    return [one for one in found if 4 * one.size >= found[-1].size]
+    return [file for file in found if 4 * file.size >= found[-1].size]
 
 
 def _read(files: list[Written], seconds: float) -> list[float]:
     """Return the bytes per second of each file, until the time is used up."""
     buffer, found = memoryview(bytearray(CHUNK)), []
     end = time.perf_counter() + seconds
-    for one in files:
+    for written in files:
         start = time.perf_counter()
-        with one.path.open("rb", buffering=0) as file:
+        with written.path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-        found.append(one.size / (time.perf_counter() - start))
+        found.append(written.size / (time.perf_counter() - start))
         if time.perf_counter() > end:
             break
     return found

@@ -5,14 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ....cluster.topology.topology import read_sysfs
+from ....cluster.topology.topology import cpu_flags, read_sysfs
 
 CAPABILITY_VARIABLE = "ATEN_CPU_CAPABILITY"  # limits what PyTorch uses
 # Flags in /proc/cpuinfo that PyTorch requires of a processor, for each capability.
-_X86 = (
-    ("AVX512", {"avx512vl", "avx512bw", "avx512dq", "fma"}),
-    ("AVX2", {"avx2", "fma"}),
-)
+_X86 = (("AVX512", {"avx512vl", "avx512bw", "avx512dq", "fma"}), ("AVX2", {"avx2", "fma"}))
 _SVE256_BYTES = "32"
 _BLAS = {"mkl": "MKL", "open": "OpenBLAS", "nvpl": "NVPL", "accelerate": "Accelerate"}
 
@@ -54,15 +51,11 @@ def library_versions() -> dict[str, str]:
 
 def processor_capability(root: Path = Path("/")) -> str:
     """Return the processor's vector instructions, in PyTorch's words; empty if unknown."""
-    said = read_sysfs(root / "proc/cpuinfo")
-    flags = re.search(r"^(flags|Features)\s*:\s*(.+)$", said, re.MULTILINE)
-    if flags is None:
-        return ""
-    names = set(flags[2].split())
-    if flags[1] == "flags":
-        return next((name for name, needed in _X86 if needed <= names), "DEFAULT")
+    flags = cpu_flags(root)
     wide = read_sysfs(root / "proc/sys/abi/sve_default_vector_length") == _SVE256_BYTES
-    return "SVE256" if "sve" in names and wide else "DEFAULT"
+    if "sve" in flags and wide:
+        return "SVE256"
+    return next((name for name, needed in _X86 if needed <= flags), "DEFAULT") if flags else ""
 
 
 def blas(config: str) -> str:

@@ -109,10 +109,7 @@ class PromotionSearch(Search):
         found = self._promotable(1 / self.eta)
         if found is None:
             return super().next_text()
-        return f"trial {found.number} continues after step {self._last_rung(found)}"
-
-    def _last_rung(self, trial: "FrozenTrial") -> int:
-        return self.rungs[self.rung_of(trial) - 1]
+        return f"trial {found.number} continues after step {self.rungs[self.rung_of(found) - 1]}"
 
     def _trials(self) -> "list[FrozenTrial]":
         return [trial for trial in self.study.get_trials(deepcopy=False) if self.rung_of(trial)]
@@ -141,22 +138,20 @@ class PromotionSearch(Search):
         """Return a paused trial that is among the best of its rung; the highest rung first."""
         paused = self._paused()
         for rung in range(len(self.rungs) - 1, -1, -1):
-            here = [one for one in paused if self.rung_of(one) == rung + 1]
-            best = self._best(rung, share, least) if here else []
-            for number in best:
-                for one in here:
-                    if one.number == number:
-                        return one
+            at_rung = {trial.number: trial for trial in paused if self.rung_of(trial) == rung + 1}
+            for number in self._best(rung, share, least) if at_rung else []:
+                if number in at_rung:
+                    return at_rung[number]
         return None
 
     def _last_promotion(self) -> "FrozenTrial | None":
         """Return the best paused trial of the highest rung from which no trial was promoted.
 
-        There is one if so few trials have reached the rung that none of them is among the best.
+        This happens if too few trials have reached the rung for one of them to be among the best.
         """
         for rung in range(len(self.rungs) - 1, -1, -1):
             there = [trial for trial in self._trials() if self.rung_of(trial) > rung]
-            if any(one.user_attrs.get(ALLOWED, 0) > rung for one in there):
+            if any(trial.user_attrs.get(ALLOWED, 0) > rung for trial in there):
                 return None
             if there:
                 return self._promotable(0.0, least=1)
@@ -212,7 +207,7 @@ class PopulationOptions:
         every: Epochs of a generation.
         share: Part of the members that is replaced, and part that is copied.
         factors: A perturbed number is multiplied by one of them.
-        resample: Probability that a parameter is drawn anew instead.
+        resample: Probability that a parameter is drawn from its range instead.
         perturb: Names of the parameters that change; the others remain those of the parent.
         generations: Number of generations.
     """
@@ -359,13 +354,13 @@ class PopulationSearch(Search):
         found = _of(trials, generation)
         if generation == 0:
             return found[: self.options.size]
-        return sorted(found, key=lambda one: int(one.user_attrs[MEMBER]))
+        return sorted(found, key=lambda trial: int(trial.user_attrs[MEMBER]))
 
     def _ranked(self, trials: "Iterable[FrozenTrial]") -> "list[FrozenTrial]":
         """Return the trials that have a value, the best one first."""
         sign = -1 if self.spec.goals[0] == MAX else 1
         found = [trial for trial in trials if trial.state.name == "COMPLETE"]
-        return sorted(found, key=lambda one: (sign * one.values[0], one.number))
+        return sorted(found, key=lambda trial: (sign * trial.values[0], trial.number))
 
     def children(self, generation: int) -> list[Child]:
         """Return the trials of a generation, by member: they follow from those before.
@@ -385,12 +380,12 @@ class PopulationSearch(Search):
         good = ranked[: min(self.options.replaced, max(len(ranked) // 2, 1))]
         # Failed trials are replaced, and the worst of the others up to the number of replaced ones.
         worst = max(self.options.replaced - (len(members) - len(ranked)), 0)
-        bad = {one.number for one in ranked[max(len(good), len(ranked) - worst) :]}
+        bad = {trial.number for trial in ranked[max(len(good), len(ranked) - worst) :]}
         found = []
-        for member, one in enumerate(members):
+        for member, trial in enumerate(members):
             draw = random.Random(self._seed(generation, member))
-            if one.state.name == "COMPLETE" and one.number not in bad:
-                found.append(Child(one.number, dict(one.params)))
+            if trial.state.name == "COMPLETE" and trial.number not in bad:
+                found.append(Child(trial.number, dict(trial.params)))
                 continue
             parent = draw.choice(good)
             values = {
@@ -485,7 +480,7 @@ def read_options(spec: StudySpec) -> PopulationOptions:
     resample = _number(options, "resample", 0.25, 0.0, 1.0)
     factors = options.get("factors", [0.8, 1.25])
     is_list = isinstance(factors, list) and factors
-    if not is_list or not all(_is_number(one) and one > 0 for one in factors):
+    if not is_list or not all(_is_number(factor) and factor > 0 for factor in factors):
         raise ValueError(f"pruner.factors = {factors!r} must be a list of numbers above 0")
     return PopulationOptions(
         size, every, share, tuple(factors), resample, _perturbed(spec), generations
@@ -497,7 +492,7 @@ def _perturbed(spec: StudySpec) -> tuple[str, ...]:
     names = {parameter.name for parameter in spec.parameters}
     numbers = [parameter.name for parameter in spec.parameters if not parameter.choices]
     chosen = spec.pruner_options.get("perturb", numbers)
-    if not isinstance(chosen, list) or not all(isinstance(one, str) for one in chosen):
+    if not isinstance(chosen, list) or not all(isinstance(name, str) for name in chosen):
         raise ValueError("pruner.perturb must be a list of names of parameters")
     for name in chosen:
         if name not in names:

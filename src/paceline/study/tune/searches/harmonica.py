@@ -112,7 +112,7 @@ class HarmonicaSampler(BaseSampler):
 
     def restrictions(self, study: Study, space: Space) -> list[Restriction]:
         """Return what the last complete stage has fixed."""
-        complete = [one for one in _in_order(study) if space.keys() <= one.params.keys()]
+        complete = [trial for trial in _in_order(study) if space.keys() <= trial.params.keys()]
         stage = min(len(complete) // self._samples, self._stages)
         if not stage or not space:
             return []
@@ -124,7 +124,7 @@ class HarmonicaSampler(BaseSampler):
             )
             for trial in complete[: stage * self._samples]
         )
-        sizes = tuple(len(one.choices) for one in space.values())
+        sizes = tuple(len(distribution.choices) for distribution in space.values())
         names = tuple(space)
         return [
             (tuple(names[parameter] for parameter in parameters), assignments)
@@ -147,8 +147,8 @@ def _choices(study: Study) -> Space:
 def _in_order(study: Study) -> list[FrozenTrial]:
     """Return the completed trials in the order in which they ended, which never changes."""
     found = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    finite = [one for one in found if one.value is not None and math.isfinite(one.value)]
-    return sorted(finite, key=lambda one: (one.datetime_complete, one.number))
+    finite = [trial for trial in found if trial.value is not None and math.isfinite(trial.value)]
+    return sorted(finite, key=lambda trial: (trial.datetime_complete, trial.number))
 
 
 Data = tuple[tuple[tuple[int, ...], float], ...]
@@ -224,7 +224,7 @@ def largest_terms(
     if not centred.any():
         return []
     columns = [(n, function) for n, size in enumerate(sizes) for function in range(size - 1)]
-    single = np.column_stack([_evaluate(points, (one,), sizes) for one in columns])
+    single = np.column_stack([_evaluate(points, (column,), sizes) for column in columns])
     terms = _terms([parameter for parameter, _ in columns], degree)
     matrix = np.concatenate([single[:, of].prod(axis=2) for of in terms], axis=1)
     ordered = [tuple(columns[n] for n in of) for group in terms for of in group]

@@ -24,8 +24,8 @@ class Sampler:
 
     Attributes:
         name: Name of its class.
-        reseeds: Whether it draws from a generator that begins anew with each process, and is
-            therefore seeded for each trial.
+        reseeds: Whether it draws from a random number generator of the process, which is therefore
+            seeded for each trial.
         several: Whether it can search with several metrics.
         conditional: Whether parameters may depend on others.
         package: A package that it needs.
@@ -64,10 +64,7 @@ PRUNERS = {
     "hyperband": "HyperbandPruner",
 }
 # Searches of Paceline, by the name of the pruner.
-SEARCHES: dict[str, type[Search]] = {
-    "promotion": PromotionSearch,
-    POPULATION: PopulationSearch,
-}
+SEARCHES: dict[str, type[Search]] = {"promotion": PromotionSearch, POPULATION: PopulationSearch}
 
 
 def make_search(study: "Study", spec: StudySpec) -> Search:
@@ -205,14 +202,14 @@ def grid_size(spec: StudySpec) -> int | None:
 
 def _grid(spec: StudySpec) -> dict[str, Any]:
     space = {}
-    for one in spec.parameters:
-        values = one.grid()
+    for parameter in spec.parameters:
+        values = parameter.grid()
         if values is None:
             raise ValueError(
-                f'study.search = "grid" needs all values of a parameter, and {one.name} has a '
-                f"range. HINT: choices = [...] in parameters.{one.name}, or step"
+                f'study.search = "grid" needs all values of a parameter, and {parameter.name} has '
+                f"a range. HINT: choices = [...] in parameters.{parameter.name}, or step"
             )
-        space[one.name] = values
+        space[parameter.name] = values
     return space
 
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from ....record.trial_reports import CONTINUE, PAUSE, STOP
-from ..parameters import Value
+from ..parameters import Value, is_active
 from ..study_file import StudySpec
 
 if TYPE_CHECKING:
@@ -122,9 +122,9 @@ class Search:
         self.points: int | None = None
         self.running: set[int] = set()
         found = study.get_trials(deepcopy=False)
-        self.count = len([one for one in found if one.state.name != "WAITING"])
+        self.count = sum(trial.state.name != "WAITING" for trial in found)
         self.interrupted = [
-            one for one in found if one.state.name == "RUNNING" and not self.is_paused(one)
+            trial for trial in found if trial.state.name == "RUNNING" and not self.is_paused(trial)
         ]
 
     @classmethod
@@ -247,9 +247,9 @@ def _before_pruner(trial: "FrozenTrial", value: float) -> "FrozenTrial":
     """
     found = copy.copy(trial)
     found.system_attrs = {
-        key: one
-        for key, one in trial.system_attrs.items()
-        if not (key.startswith("completed_rung_") and one == value)
+        key: stored
+        for key, stored in trial.system_attrs.items()
+        if not (key.startswith("completed_rung_") and stored == value)
     }
     return found
 
@@ -258,9 +258,6 @@ def draw(spec: StudySpec, trial: "Trial") -> dict[str, Value]:
     """Return the values of the parameters that exist in a trial; the trial keeps those it has."""
     values: dict[str, Value] = {}
     for parameter in spec.parameters:
-        if all(
-            name in values and any(values[name] == one for one in wanted)
-            for name, wanted in parameter.when.items()
-        ):
+        if is_active(parameter, values):
             values[parameter.name] = parameter.draw(trial)
     return values

@@ -1,34 +1,44 @@
 """``paceline check --data DATASET``: find what limits the input rate of a dataset on this host.
 
-Each term is measured separately, and the prediction is compared with running loaders.
+Each term is measured separately, and the prediction is compared with running loaders: with ranks
+that only load data, ``python -m paceline.study.input_rate '{"source": ..., "rank": 0, ...}'``. Such
+a rank prints "ready" when it has its first batch, waits for a line on standard input, loads for
+``LoadRankConfig.seconds`` and prints the number of samples and seconds as JSON.
 """
 
 import json
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
-from ...cluster.topology.local_resources import file_system_type
-from ...data.loading.batch import SamplePipeline, make_piece
-from ...data.loading.external_transforms import adapt_transform
-from ...data.loading.file_dataset import Files
-from ...data.loading.stored_arrays import CACHE_BYTES, StoredArrays
-from ...data.shards import ScratchBuffer, Shards
-from ...data.sources.bounded_read import OPEN_FLAGS
-from ...data.sources.open_source import import_function
-from ...plurals import counted
-from ...predict.input_rate import Rate, RateRemedy, Terms, max_hosts, rate, remedies, striping
-from ..probe.measure import page_cache
-from ..probe.measure.storage import storage
-from .load_rank import MIN_BATCHES, LoadRankConfig, collate_as_list, make_loader, open_dataset
+import numpy as np
 
-__all__ = ["Advice", "LoadRankConfig", "advise"]
+from ..cluster.topology.local_resources import file_system_type, free_memory
+from ..data.format.shard_format import META_FILE
+from ..data.loading.batch import SamplePipeline, make_piece
+from ..data.loading.external_transforms import adapt_transform
+from ..data.loading.file_dataset import Files
+from ..data.loading.loader import Loader
+from ..data.loading.stored_arrays import CACHE_BYTES, StoredArrays, is_stored_array
+from ..data.shards import ScratchBuffer, Shards
+from ..data.sources import formats
+from ..data.sources.bounded_read import OPEN_FLAGS
+from ..data.sources.open_source import import_function
+from ..plurals import counted
+from ..predict.input_rate import Rate, RateRemedy, Terms, max_hosts, rate, remedies, striping
+from ..security.processes import python_command
+from .probe.measure import page_cache
+from .probe.measure.storage import storage
+
+MODULE = "paceline.study.input_rate"
 Say = Callable[[str], None]
 Running = list["subprocess.Popen[str]"]
 PIECE = 4 << 20  # bytes per read when measuring the maximum bandwidth
@@ -36,12 +46,122 @@ PARALLEL_READS = 16  # concurrent reads when measuring operations per second
 DROPPED = 0.1  # maximum cached fraction of files that count as dropped from the page cache
 
 
+# One rank that only loads data.
+
+BATCH_BYTES, BATCH = 32 << 20, 64
+INSPECTED_SAMPLES = 16  # samples whose shapes are compared
+PREFETCH_BATCHES = 2  # prefetched batches
+MIN_BATCHES = 10  # minimum number of batches in a rank's pass
+
+
+@dataclass(frozen=True)
+class LoadRankConfig:
+    """What to load, and how.
+
+    Attributes:
+        source: Path of the dataset.
+        transform: "MODULE:FUNCTION".
+        threads: Loader threads of each rank.
+        seconds: Duration of the measurement.
+        most: Maximum number of samples, of all ranks together.
+        cores: CPUs that the rank is bound to; empty keeps the binding of the parent process.
+        again: Measure from memory: load all samples once before the clock starts, and start again
+            after the last sample.
+    """
+
+    source: str
+    labels: str | None = None
+    transform: str | None = None
+    threads: int = 2
+    rank: int = 0
+    ranks: int = 1
+    seconds: float = 2.0
+    most: int | None = None
+    cores: tuple[int, ...] = ()
+    again: bool = True
+
+    def words(self) -> list[str]:
+        return python_command("-m", MODULE, json.dumps(asdict(self)))
+
+
+def open_dataset(feed: LoadRankConfig) -> Any:
+    """Open the dataset. Links are followed: samples are measured, and not kept.
+
+    Raises:
+        ValueError: A Loader can't read the source without packing it.
+    """
+    path, _ = formats.split_path(feed.source)
+    if is_stored_array(feed.source):
+        return StoredArrays(feed.source, feed.labels, follow_links=True)
+    if (path / META_FILE).exists():
+        return Shards(path)
+    if formats.detect_format(path):
+        raise ValueError(
+            f"{feed.source}: a Loader can't read {formats.detect_format(path)}. HINT: paceline "
+            f"pack {feed.source} DEST, then paceline check --data DEST"
+        )
+    return Files(path, feed.labels, follow_links=True)
+
+
+def make_loader(feed: LoadRankConfig, data: Any) -> Loader:
+    """Return a loader of this rank's part of the samples, in the same order as in training.
+
+    Datasets stored in chunks of several samples are shuffled in blocks, others sample by sample.
+    """
+    change = import_function(feed.transform, "--transform") if feed.transform else None
+    blocks = is_chunked(data)
+    whole = Loader(data, shuffle="blocks" if blocks else True, transform=change, num_workers=0)
+    size, shapes = _sample_size_and_shapes(data, change)
+    each = min(len(data), feed.most or len(data)) // feed.ranks
+    batch = max(min(BATCH_BYTES // max(size, 1), BATCH, each // MIN_BATCHES), 1)
+    return Loader(
+        data,
+        batch,
+        sampler=list(islice(iter(whole.sampler), feed.rank, feed.most, feed.ranks)),
+        num_workers=feed.threads,
+        prefetch_factor=PREFETCH_BATCHES,
+        transform=change,
+        collate_fn=collate_as_list
+        if shapes > 1 or (change is None and _shapes_may_differ(data))
+        else None,
+        drop_last=True,
+    )
+
+
+def is_chunked(data: Any) -> bool:
+    return isinstance(data, StoredArrays) and data.chunk_samples > 1
+
+
+def _sample_size_and_shapes(data: Any, change: Any) -> tuple[int, int]:
+    """Return the maximum bytes of a decoded sample, and the number of shapes, of some samples."""
+    step = max(len(data) // INSPECTED_SAMPLES, 1)
+    recipe = SamplePipeline(data, adapt_transform(change), None, 0, False, False)
+    try:
+        samples = [recipe.sample((0, i))[0] for i in range(0, len(data), step)]
+    except ValueError:
+        raise
+    except Exception as error:  # the user's own transform
+        why = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        raise ValueError(why) from error
+    sizes = [item.nbytes if isinstance(item, np.ndarray) else len(item) for item in samples]
+    return max(sizes), len({np.shape(item) for item in samples})
+
+
+def _shapes_may_differ(data: Any) -> bool:
+    """Return whether samples may have other shapes than those examined."""
+    return isinstance(data, Files) or (isinstance(data, Shards) and data.meta.array is None)
+
+
+def collate_as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
 # Positions of a dataset's samples in files, and the choice of samples to measure with.
 
 MAX_BYTES = 1 << 30  # maximum bytes of the samples used, so that they fit into memory
 MAX_SAMPLES = 20_000  # maximum number of samples used
 MIN_SAMPLES = 100  # minimum number of samples: fewer are read too quickly to be timed
-Place = tuple[Path, int, int]  # file, offset, bytes
+Extent = tuple[Path, int, int]  # file, offset, bytes
 KINDS: dict[type, str] = {Files: "files", StoredArrays: "store", Shards: "packed"}
 
 
@@ -50,7 +170,9 @@ def files_of(data: Any) -> list[Path]:
     if isinstance(data, Shards):
         return [data.shard_path(number) for number in range(len(data.meta.shards))]
     path: Path = data.path
-    return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    return (
+        [path] if path.is_file() else sorted(entry for entry in path.rglob("*") if entry.is_file())
+    )
 
 
 def size_of(data: Any) -> int:
@@ -62,7 +184,7 @@ def size_of(data: Any) -> int:
     return sum(path.stat().st_size for path in files_of(data))
 
 
-def most_of(data: Any) -> int:
+def samples_to_measure(data: Any) -> int:
     """Return the number of samples to measure with.
 
     They fit into memory and are read in an acceptable time. For a store that caches decoded chunks,
@@ -75,7 +197,7 @@ def most_of(data: Any) -> int:
     )
 
 
-def places(data: Any, feed: LoadRankConfig) -> list[Place]:
+def sample_extents(data: Any, feed: LoadRankConfig) -> list[Extent]:
     """Return the file, offset and bytes of the samples to measure with, in reading order.
 
     A store's files are treated as consecutive chunks that are read in random order.
@@ -93,7 +215,7 @@ def places(data: Any, feed: LoadRankConfig) -> list[Place]:
     return found[: max(MAX_BYTES // each, 1)]
 
 
-def together(data: Any) -> int:
+def samples_per_extent(data: Any) -> int:
     """Return the number of samples that are stored together in one place."""
     return data.chunk_samples if isinstance(data, StoredArrays) else 1
 
@@ -105,46 +227,52 @@ def order_of(data: Any, feed: LoadRankConfig) -> list[int]:
 # Storage terms of the input rate, each measured on files dropped from the page cache.
 
 
-def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str]) -> dict[str, Any]:
+def measure_storage(
+    data: Any, extents: list[Extent], seconds: float, notes: list[str]
+) -> dict[str, Any]:
     """Measure the storage terms; empty if the files can't be dropped from the page cache.
 
     Args:
-        some: Places to read.
+        extents: What to read.
         seconds: Approximate time for each measurement.
         notes: Remarks are appended to it.
     """
-    if not drop_from_cache(some):
+    if not drop_from_cache(extents):
         notes.append("its files are in memory, or in a cache that this host can't empty")
         return {}
-    files, count = isinstance(data, Files), together(data)
-    one, one_cpu = _pieces(some[::2], 1, seconds / 2, files)
-    drop_from_cache(some)
-    many, many_cpu = _pieces(some, PARALLEL_READS, seconds, files)
-    warm_cpu = _pieces(some[: max(len(some) // 8, 1)], 1, seconds / 4, files)[1]
-    each = sum(length for _, _, length in some) / len(some)
-    drop_from_cache(some)
-    large = _bandwidth_beside(data, seconds, notes) if files else _large(files_of(data), seconds)
+    files, count = isinstance(data, Files), samples_per_extent(data)
+    single_rate, single_cpu_s = _small_reads(extents[::2], 1, seconds / 2, files)
+    drop_from_cache(extents)
+    parallel_rate, parallel_cpu_s = _small_reads(extents, PARALLEL_READS, seconds, files)
+    warm_cpu_s = _small_reads(extents[: max(len(extents) // 8, 1)], 1, seconds / 4, files)[1]
+    each = sum(length for _, _, length in extents) / len(extents)
+    drop_from_cache(extents)
+    large = (
+        _bandwidth_beside(data, seconds, notes) if files else _large_reads(files_of(data), seconds)
+    )
     return {
-        "bandwidth": max(large, many * each),
-        "operations": many * count,
-        "wait_s": max(1 / one - one_cpu, 0.0) / count,
-        "stored_s": max(min(one_cpu, many_cpu) - warm_cpu, 0.0) / count,
+        "bandwidth": max(large, parallel_rate * each),
+        "operations": parallel_rate * count,
+        "wait_s": max(1 / single_rate - single_cpu_s, 0.0) / count,
+        "stored_s": max(min(single_cpu_s, parallel_cpu_s) - warm_cpu_s, 0.0) / count,
     }
 
 
-def drop_from_cache(some: list[Place]) -> bool:
+def drop_from_cache(extents: list[Extent]) -> bool:
     """Drop the files from the page cache; return whether that succeeded."""
-    kept = page_cache.drop_files(sorted({path for path, _, _ in some}))
+    kept = page_cache.drop_files(sorted({path for path, _, _ in extents}))
     return kept is not None and kept < DROPPED
 
 
-def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple[float, float]:
-    """Read places with ``count`` threads; return the reads per second and CPU seconds per read."""
-    paths = set() if opens else {path for path, _, _ in some}
+def _small_reads(
+    extents: list[Extent], count: int, seconds: float, opens: bool
+) -> tuple[float, float]:
+    """Read extents with ``count`` threads; return the reads per second and CPU seconds per read."""
+    paths = set() if opens else {path for path, _, _ in extents}
     handles = {path: os.open(path, OPEN_FLAGS) for path in paths}
     end = time.perf_counter() + seconds
 
-    def read(mine: list[Place]) -> int:
+    def read(mine: list[Extent]) -> int:
         buffer, done = ScratchBuffer(), 0
         for path, offset, length in mine:
             file = os.open(path, OPEN_FLAGS) if opens else handles[path]
@@ -158,14 +286,14 @@ def _pieces(some: list[Place], count: int, seconds: float, opens: bool) -> tuple
 
     start, used = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(count) as pool:
-        done = sum(pool.map(read, [some[i::count] for i in range(count)]))
+        done = sum(pool.map(read, [extents[i::count] for i in range(count)]))
     took, used = time.perf_counter() - start, time.process_time() - used
     for file in handles.values():
         os.close(file)
     return done / took, used / done
 
 
-def _large(files: list[Path], seconds: float) -> float:
+def _large_reads(files: list[Path], seconds: float) -> float:
     """Return the bytes per second of sequential reads in large pieces."""
     buffer, done = memoryview(bytearray(PIECE)), 0
     start = time.perf_counter()
@@ -189,14 +317,14 @@ def _bandwidth_beside(data: Files, seconds: float, notes: list[str]) -> float:
 # Loaders running on all ranks at once, without training, to compare a prediction with.
 
 
-def measure_rates(feed: LoadRankConfig, data: Any, some: list[Place], state: str) -> float:
+def measure_rates(feed: LoadRankConfig, data: Any, extents: list[Extent], state: str) -> float:
     """Measure the samples per second of all ranks together, from "storage" or "memory"."""
     stored = state == "storage"
-    cores = shares(feed.ranks)
+    cores = cores_of_ranks(feed.ranks)
     feeds = [replace(feed, rank=r, cores=cores[r], again=not stored) for r in range(feed.ranks)]
     if not stored:
         return measure_run(feeds)
-    return measure_run(feeds, lambda: all_forgotten(data, some))
+    return measure_run(feeds, lambda: drop_dataset_from_cache(data, extents))
 
 
 def measure_run(feeds: list[LoadRankConfig], before: Callable[[], object] = lambda: None) -> float:
@@ -204,24 +332,26 @@ def measure_run(feeds: list[LoadRankConfig], before: Callable[[], object] = lamb
 
     ``before`` is called when all processes are ready, before the measurement starts.
     """
-    running = started(feeds)
+    running = start_ranks(feeds)
     try:
         before()
-        go(running)
+        begin_loading(running)
         found = [json.loads(_line(process) or "{}") for process in running]
     finally:
-        ended(running)
-    return float(sum(one["samples"] / one["seconds"] for one in found if one.get("samples")))
+        end_ranks(running)
+    return float(
+        sum(result["samples"] / result["seconds"] for result in found if result.get("samples"))
+    )
 
 
-def shares(ranks: int) -> list[tuple[int, ...]]:
+def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
     """Return the CPUs of each rank as a launcher binds them: several each, or one shared."""
     mine = sorted(os.sched_getaffinity(0))
     each = max(len(mine) // ranks, 1)
     return [tuple(mine[rank * each % len(mine) :][:each]) for rank in range(ranks)]
 
 
-def started(feeds: list[LoadRankConfig]) -> Running:
+def start_ranks(feeds: list[LoadRankConfig]) -> Running:
     """Start the processes and wait for their first batches.
 
     Raises:
@@ -237,28 +367,28 @@ def started(feeds: list[LoadRankConfig]) -> Running:
             if _line(process) != "ready":
                 raise ValueError("a loading rank has failed; its error is above")
     except BaseException:
-        ended(running)
+        end_ranks(running)
         raise
     return running
 
 
-def go(running: Running) -> None:
+def begin_loading(running: Running) -> None:
     for process in running:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
 
 
-def ended(running: Running) -> None:
+def end_ranks(running: Running) -> None:
     for process in running:
         process.kill()
         process.wait()
 
 
-def all_forgotten(data: Any, some: list[Place]) -> bool:
+def drop_dataset_from_cache(data: Any, extents: list[Extent]) -> bool:
     """Drop every file that contains samples from the page cache; return whether that succeeded."""
     others = [] if isinstance(data, Files) else files_of(data)
-    return drop_from_cache([*some, *((path, 0, 0) for path in others)])
+    return drop_from_cache([*extents, *((path, 0, 0) for path in others)])
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -274,7 +404,7 @@ MAX_THREADS = 8
 MANY = 10_000
 
 
-def from_memory(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
+def measure_cpu_time(feed: LoadRankConfig, data: Any, extents: list[Extent]) -> Terms:
     """Measure the CPU seconds per sample and its parts, and the rate of one process on all cores.
 
     The cost per sample is that of one core while the other cores are equally busy. It is measured
@@ -285,11 +415,11 @@ def from_memory(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
     samples_s = measure_run([replace(alone, threads=min(len(mine), MAX_THREADS))])
     each = [replace(alone, cores=(core,)) for core in mine[:MAX_THREADS]]
     core_s = len(each) / measure_run(each)
-    read_s, plain_s, whole_s, first_s = _parts(feed, data)
+    read_s, plain_s, whole_s, first_s = _cpu_parts(feed, data)
     scale = core_s / whole_s
     return Terms(
         samples=len(data),
-        bytes=sum(length for _, _, length in some) / len(some) / together(data),
+        bytes=sum(length for _, _, length in extents) / len(extents) / samples_per_extent(data),
         cores=len(mine),
         read_s=scale * read_s,
         decode_s=scale * (plain_s - read_s),
@@ -297,12 +427,12 @@ def from_memory(feed: LoadRankConfig, data: Any, some: list[Place]) -> Terms:
         alone=samples_s,
         stored_s=scale * first_s,
         kind=KINDS[type(data)],
-        chunk=together(data),
+        chunk=samples_per_extent(data),
         decoded=data.array_spec.nbytes if isinstance(data, StoredArrays) else 0.0,
     )
 
 
-def _parts(feed: LoadRankConfig, data: Any) -> tuple[float, float, float, float]:
+def _cpu_parts(feed: LoadRankConfig, data: Any) -> tuple[float, float, float, float]:
     """Return CPU seconds per sample of one thread, each value including the previous ones.
 
     The first three are: read; read and decoded; read, decoded and transformed. The fourth is the
@@ -393,23 +523,23 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     data = open_dataset(feed)
     if feed.ranks < 1:
         raise ValueError(f"-n must be at least 1; this is {feed.ranks}. HINT: -n 1")
-    feed = replace(feed, most=most_of(data))
+    feed = replace(feed, most=samples_to_measure(data))
     least = max(MIN_SAMPLES, MIN_BATCHES * feed.ranks)
     if len(data) < least:
         raise ValueError(
             f"{data!r} has too few samples to measure. HINT: use a dataset of {least} or more"
         )
     say(f"{data!r}")
-    some = places(data, feed)
+    extents = sample_extents(data, feed)
     root: Path = data.folder if isinstance(data, (Shards, Files)) else data.path
     root = root if root.is_dir() else root.parent
     filesystem, notes = file_system_type(root), list[str]()
     say("reading from storage")
-    from_disk = from_storage(data, some, feed.seconds, notes)
+    from_disk = measure_storage(data, extents, feed.seconds, notes)
     if from_disk:  # so that the files are in the page cache as after a first epoch
-        all_forgotten(data, some)
+        drop_dataset_from_cache(data, extents)
     say("reading from memory, decoding, transforming")
-    terms = from_memory(feed, data, some)
+    terms = measure_cpu_time(feed, data, extents)
     first_pass_s = terms.stored_s + from_disk.pop("stored_s", 0.0)
     terms = replace(terms, stored_s=first_pass_s, **from_disk)
     states = ["storage", "memory"] if terms.stored else ["memory"]
@@ -417,7 +547,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     measured = {}
     for state in states:
         say(f"loading on {counted(feed.ranks, 'rank')}, from {state}")
-        measured[state] = measure_rates(feed, data, some, state)
+        measured[state] = measure_rates(feed, data, extents, state)
     proposed = remedies(terms, feed.ranks, feed.threads, terms.stored)
     shard = (
         max((shard.bytes for shard in data.meta.shards), default=0)
@@ -426,7 +556,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     )
     stripes = striping(filesystem, shard)
     notes += [stripes] if stripes else []
-    fits = size_of(data) < cache_room()
+    fits = size_of(data) < free_memory()
     over = max_hosts(terms, feed.ranks, feed.threads) if terms.stored else None
     return Advice(feed, filesystem, terms, found, measured, proposed, fits, over, notes)
 
@@ -437,9 +567,31 @@ def _rates(terms: Terms, feed: LoadRankConfig, stored: bool) -> list[Rate]:
     return [rate(terms, rank, feed.threads, stored) for rank in ranks if rank <= most]
 
 
-def cache_room() -> int:
-    """Return the bytes of memory available to the page cache; 0 if unknown."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+def main() -> None:
+    feed, parent = LoadRankConfig(**json.loads(sys.argv[1])), os.getppid()
+    if feed.cores:
+        os.sched_setaffinity(0, feed.cores)
+    source = make_loader(feed, open_dataset(feed))
+    if feed.again:
+        for _ in source:
+            pass
+    batches = iter(source)
+    next(batches)
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        return
+    for _ in range(PREFETCH_BATCHES):  # prefetched before the clock starts
+        next(batches)
+    samples, start = 0, time.perf_counter()
+    end = start
+    more = repeat(source) if feed.again else ()
+    for _ in chain(batches, chain.from_iterable(more)):
+        samples += source.batch_size or 1
+        end = time.perf_counter()
+        if end - start > feed.seconds or os.getppid() != parent:  # the parent was killed
+            break
+    print(json.dumps({"samples": samples, "seconds": end - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""``paceline verify``: run the script on N ranks and on one, and compare what they train."""
