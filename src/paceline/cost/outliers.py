@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from ..plurals import counted
@@ -350,7 +351,8 @@ def host_differences(machine: Machine) -> list[Outlier]:
     found += _parts(machine)
     may = "processes on {names} may run on only {value} of {peers} hardware threads"
     found += _alike(machine, "mask", _mask, may)
-    found += _alike(machine, "limit", _limits, "{what} is {value} on {names}: {why}")
+    limits = partial(_limits, len(machine.hosts) > 1)
+    found += _alike(machine, "limit", limits, "{what} is {value} on {names}: {why}")
     uses = "PyTorch's kernels use {value} on {names}, whose processor has {peers}: {why}"
     found += _alike(machine, "vector", _vector_units, uses)
     return found + _imports(machine) + _clocks(machine)
@@ -367,18 +369,18 @@ class _Item:
 
 
 def _group_by_item(
-    machine: Machine, items_of: Callable[[HostFacts, Machine], list[_Item]]
+    machine: Machine, items_of: Callable[[HostFacts], list[_Item]]
 ) -> dict[_Item, list[str]]:
     """Return each item once, with the names of its hosts."""
     found: dict[_Item, list[str]] = defaultdict(list)
     for host in machine.hosts:
-        for item in items_of(host, machine):
+        for item in items_of(host):
             found[item].append(host.name)
     return found
 
 
 def _alike(
-    machine: Machine, kind: str, items_of: Callable[[HostFacts, Machine], list[_Item]], text: str
+    machine: Machine, kind: str, items_of: Callable[[HostFacts], list[_Item]], text: str
 ) -> list[Outlier]:
     """Return one outlier for each item. text: The sentence, with names of fields in braces."""
     return [
@@ -390,7 +392,7 @@ def _alike(
     ]
 
 
-def _missing(host: HostFacts, machine: Machine) -> list[_Item]:
+def _missing(host: HostFacts) -> list[_Item]:
     return [_Item(what, why=why) for what, why in host.missing.items()]
 
 
@@ -446,16 +448,16 @@ def _differing(kind: str, what: str, values: Mapping[str, str]) -> list[Outlier]
     ]
 
 
-def _mask(host: HostFacts, machine: Machine) -> list[_Item]:
+def _mask(host: HostFacts) -> list[_Item]:
     cpus = len(host.cpus)
     if not cpus or host.threads is None or cpus >= host.threads:
         return []
     return [_Item("mask", str(cpus), str(host.threads))]
 
 
-def _limits(host: HostFacts, machine: Machine) -> list[_Item]:
+def _limits(has_peers: bool, host: HostFacts) -> list[_Item]:
     limits, found = host.limits, []
-    crowded = len(machine.hosts) > 1 or len(host.cpus) >= _CORES or (host.ranks or 0) > 8
+    crowded = has_peers or len(host.cpus) >= _CORES or (host.ranks or 0) > 8
     if limits.nofile is not None and limits.nofile < (FILES if crowded else FILES // 4):
         why = (
             "many ranks and loader workers need more open files. "
@@ -483,7 +485,7 @@ def _limits(host: HostFacts, machine: Machine) -> list[_Item]:
     return found
 
 
-def _vector_units(host: HostFacts, machine: Machine) -> list[_Item]:
+def _vector_units(host: HostFacts) -> list[_Item]:
     build = host.torch_build
     used, there = build.get("capability", ""), build.get("processor", "")
     if VECTOR_BITS.get(used, 0) >= VECTOR_BITS.get(there, 0) or used not in VECTOR_BITS:
@@ -546,7 +548,7 @@ def _clocks(machine: Machine) -> list[Outlier]:
     return found
 
 
-def _clock(host: HostFacts, machine: Machine) -> list[_Item]:
+def _clock(host: HostFacts) -> list[_Item]:
     offset, unsure = host.clock_offset_s, host.clock_uncertainty_s or 0.0
     if offset is None:
         return [_Item("clock", why="not compared with the launcher's")]

@@ -298,10 +298,6 @@ class Machine:
                 if name not in names:
                     raise ValueError(f"pairs: {name!r} is not one of the hosts")
 
-    def host(self, name: str) -> HostFacts | None:
-        """Return the host of that name; None if there is none."""
-        return next((host for host in self.hosts if host.name == name), None)
-
 
 def load(path: str | Path) -> Machine:
     """Read a machine file. Unknown keys are listed in one warning.

@@ -35,7 +35,7 @@ def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
     if _LONG_KEY.search(text):
         raise InvalidFileError(path, f"has a key of over {MAX_KEY_PARTS} parts")
     try:
-        tree = printable_tree(tomllib.loads(text))
+        tree: dict[str, Any] = printable_tree(tomllib.loads(text))
         _check_integers(tree, path)
     except InvalidFileError:
         raise
@@ -43,8 +43,6 @@ def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
         raise InvalidFileError(path, "is not TOML: its tables are nested too deeply") from None
     except ValueError as error:  # tomllib.TOMLDecodeError, or a number of over 4,300 digits
         raise InvalidFileError(path, f"is not TOML: {error}") from None
-    if not isinstance(tree, dict):
-        raise InvalidFileError(path, "is not TOML")
     return tree
 
 

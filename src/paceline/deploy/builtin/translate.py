@@ -253,7 +253,6 @@ def _attention(t: Translation, node: Node) -> Value:
 
 
 def _geometry(
-    t: Translation,
     value: Value,
     shape: Any,
     channels: int,
@@ -279,7 +278,7 @@ def convolution(
 ) -> Value:
     """Append a convolution with weights [outputs, channels / groups, ...]."""
     value = channels_last(t.built, value)
-    words = _geometry(t, value, shape, weight.shape[0], groups, sizes)
+    words = _geometry(value, shape, weight.shape[0], groups, sizes)
     moved = weight.movedim(1, -1)  # as patches lie
     words += [t.built.store(moved), t.built.store(bias)]
     slot = t.built.add(CONVOLUTION, 0, value.slot, math.prod(shape), words)
@@ -409,7 +408,7 @@ def _by_phases(
 
 def pool(t: Translation, value: Value, shape: Any, kind: str, sizes: dict[str, list[int]]) -> Value:
     value = channels_last(t.built, value)
-    words = _geometry(t, value, shape, value.shape[0], 1, sizes)
+    words = _geometry(value, shape, value.shape[0], 1, sizes)
     slot = t.built.add(POOL, POOLS.index(kind), value.slot, math.prod(shape), words)
     return Value(slot, shape, True)
 

@@ -155,10 +155,6 @@ class StudySpec:
         knobs = {parameter.name for parameter in self.parameters if parameter.knob}
         return self.command.words({n: v for n, v in values.items() if n not in knobs}, own)
 
-    def active(self, values: Mapping[str, Value]) -> list[Parameter]:
-        """Return the parameters that exist at a point."""
-        return [parameter for parameter in self.parameters if is_active(parameter, values)]
-
 
 def read_study_file(path: Path) -> StudySpec:
     """Read and check a study file.

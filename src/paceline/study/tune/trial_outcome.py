@@ -345,7 +345,7 @@ class TrialOutcomes:
             outcome = self._complete(work, folder, good)
             more = len(good) < self.table.repeats and self._is_worth_repeating(outcome)
             return None if more else outcome
-        failure = failure_of(attempt, code, self._reported(folder, [attempt]))
+        failure = failure_of(attempt, code, self._reported([attempt]))
         if failure.kind == FULL_DISK and seat is None:  # of an earlier runner
             return None
         if failure.kind == FULL_DISK:
@@ -402,7 +402,7 @@ class TrialOutcomes:
         groups = [[attempt] for attempt in good] if self.table.repeats > 1 else [folder.attempts()]
         found = []
         for attempts in groups:
-            reported = self._reported(folder, attempts)
+            reported = self._reported(attempts)
             if (bad := reported.nonfinite) is not None:
                 return Outcome(
                     "failed", failure=Failure(DIVERGED, f"{bad[0]} is {bad[2]} at step {bad[1]}")
@@ -414,7 +414,7 @@ class TrialOutcomes:
             found.append(values)
         return Outcome("complete", [statistics.fmean(each) for each in zip(*found, strict=True)])
 
-    def _reported(self, folder: TrialFolder, attempts: list[Attempt]) -> Reported:
+    def _reported(self, attempts: list[Attempt]) -> Reported:
         reports: list[Report] = []
         for attempt in attempts:
             reports += read_lines(attempt.reports, Report, MAX_REPORTS_BYTES)
@@ -424,7 +424,7 @@ class TrialOutcomes:
         """Take the reports that the last runner had not stored; return whether they end the run."""
         if len(self.spec.metrics) > 1:
             return None
-        for step, value in self._reported(folder, attempts).series[self.spec.reported[0]]:
+        for step, value in self._reported(attempts).series[self.spec.reported[0]]:
             if value - value != 0:
                 return None  # it is found again
             try:
