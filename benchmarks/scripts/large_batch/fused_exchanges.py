@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.optim.norms import WorldExchange
+from paceline.optim.norms import GroupExchange
 
 ROWS = 3 * 256  # mean, squared deviations and number of values of 256 channels
 
 
 def main(path: str, repeats: int, number: int) -> None:
     world = paceline.init()
-    exchange = WorldExchange()
+    exchange = GroupExchange()
     one, both = torch.randn(ROWS), torch.randn(2 * ROWS)
 
     def apart() -> None:
