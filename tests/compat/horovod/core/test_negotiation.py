@@ -220,7 +220,7 @@ class Recorder:
     """Executes nothing, and notes what was ready."""
 
     def __init__(self):
-        self.ready = []
+        self.ready, self.exchange = [], self
 
     def __call__(self, ready):
         self.ready += [one.name for one, _ in ready]
@@ -279,12 +279,12 @@ def test_threads_that_submit_in_any_order(waits):
         for step in range(5):
             operations = [Operation(request(name)) for name in draw.sample(names, count)]
             for one in operations:
-                made[rank].submit(one)
+                made[rank].submit([one])
                 if waits and draw.random() < 0.1:
                     time.sleep(0)
             for one in draw.sample(operations, count) if waits else operations:
                 if waits:
-                    made[rank].wait(one)
+                    made[rank].wait([one])
                 while not one.is_done:
                     time.sleep(0.001)
             assert step >= 0
@@ -301,8 +301,8 @@ def test_idle_ranks_do_not_meet():
     made, _, meetings = coordinators(2)
     operations = [Operation(request("x")) for _ in made]
     for one, operation in zip(made, operations, strict=True):
-        one.submit(operation)
-    together([lambda a=a, b=b: a.wait(b) for a, b in zip(made, operations, strict=True)])
+        one.submit([operation])
+    together([lambda a=a, b=b: a.wait([b]) for a, b in zip(made, operations, strict=True)])
     before = dict(meetings.counts)
     time.sleep(0.1)
     assert meetings.counts == before
@@ -315,13 +315,13 @@ def test_closed_coordinator_fails_operations_of_others():
 
     def other():
         operation = Operation(request("x"))
-        made[1].submit(operation)
+        made[1].submit([operation])
         try:
-            made[1].wait(operation)
+            made[1].wait([operation])
         except HorovodInternalError as error:
             failed.append(str(error))
 
     together([made[0].close, other])
     assert "rank 0 has called hvd.shutdown() or ended" in failed[0]
     with pytest.raises(HorovodInternalError, match="has been shut down"):
-        made[1].submit(Operation(request("y")))
+        made[1].submit([Operation(request("y"))])

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..torch.basics import ccl_built as ccl_built
-from ..torch.basics import ddl_built as ddl_built
-from ..torch.basics import gloo_built as gloo_built
-from ..torch.basics import mpi_built as mpi_built
-from ..torch.basics import nccl_built as nccl_built
+from ..core.built import ccl_built as ccl_built
+from ..core.built import ddl_built as ddl_built
+from ..core.built import gloo_built as gloo_built
+from ..core.built import mpi_built as mpi_built
+from ..core.built import nccl_built as nccl_built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -1,11 +1,14 @@
 """Ranks, nodes and what the library was built with: the first part of ``horovod.torch.mpi_ops``."""
 
-from typing import Any
-
-import torch
-
 from .. import timeline
 from ..core import world
+from ..core.built import ccl_built as ccl_built
+from ..core.built import cuda_built as cuda_built
+from ..core.built import ddl_built as ddl_built
+from ..core.built import gloo_built as gloo_built
+from ..core.built import mpi_built as mpi_built
+from ..core.built import nccl_built as nccl_built
+from ..core.built import rocm_built as rocm_built
 from ..core.requests import ReduceOp
 from ..core.world import init as init
 from ..core.world import is_initialized as is_initialized
@@ -120,42 +123,3 @@ def mpi_enabled() -> bool:
 def gloo_enabled() -> bool:
     """Return True: scripts that ask which controller runs get the one without MPI."""
     return True
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    """Return False."""
-    return False
-
-
-def gloo_built(verbose: bool = False) -> bool:
-    """Return True."""
-    return True
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """Return the version of NCCL as Horovod does (2.27.3 as 22703), or 0 if torch has none."""
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        return 0
-    version: Any = torch.cuda.nccl.version()
-    major, minor, patch = (*version, 0, 0)[:3]
-    return int(major) * 10_000 + int(minor) * 100 + int(patch)
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return whether PyTorch was built with CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Return whether PyTorch was built with ROCm."""
-    return torch.version.hip is not None
