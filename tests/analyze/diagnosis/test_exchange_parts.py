@@ -11,6 +11,7 @@ from paceline.analyze.diagnosis import causes, exchanged_calls
 from paceline.analyze.diagnosis.exchanged_calls import CallSite, ExchangedCalls, GradientSync
 from paceline.analyze.diagnosis.rules.failed_parts import FailedParts
 from paceline.analyze.figures.losses import Loss
+from paceline.analyze.records.match_collectives import BlockedTime
 from paceline.analyze.records.rank_lines import SampledLine
 from paceline.record.experiments.lines.sidecar import CollectiveKind
 from paceline.record.experiments.rung import NO_BROADCASTS
@@ -166,7 +167,7 @@ def test_send_and_receive_with_one_number_are_two_calls(monkeypatch):
         records=[record],
         within=SimpleNamespace(start=0, end=10, length=10),
         matched=SimpleNamespace(waits=np.zeros(2, [("record", "i4")])),
-        blocked=SimpleNamespace(transfer=np.array([3, 4]), wait=np.array([0, 0])),
+        blocked=BlockedTime(np.array([0, 0]), np.array([3, 4]), np.array([0, 0])),
     )
     monkeypatch.setattr(exchanged_calls, "blocking_states", lambda _: (State.BLOCKED,))
     found = exchanged_calls.measure_exchanged_calls(window)
