@@ -94,7 +94,7 @@ def test_script_that_ignores_its_batch_is_named(tmp_path):
     words = ("-n", "1,2", "--strong", *OPTIONS, "-o", "study", "--global-batch", "32", script)
     done = run(tmp_path, *words, "ignores", "{per_rank}", check=2)
     assert "trains 8 samples a step on 1 rank instead of 32" in done.stderr
-    assert "HINT: put the batch into the script's arguments" in done.stderr
+    assert "HINT: create the training DataLoader with this argument" in done.stderr
 
 
 def test_failure_at_one_size_is_in_the_words_of_the_script(tmp_path):
