@@ -11,7 +11,17 @@ import numpy as np
 from ...observe.facts.ranks import RankFacts
 from ...observe.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
-from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, median, percent, solve, vectors
+from .relations import (
+    MAX_ROUNDINGS,
+    Vectors,
+    distance,
+    epsilon,
+    fit,
+    median,
+    percent,
+    solve,
+    vectors,
+)
 from .replayed_steps import NOISE_FACTOR, UNMEASURED, ReplayedSteps, draws_of, significant
 from .runs_facts import VerifyRuns
 from .steps import JointStep, StepKey, find_step, parameters, shown
@@ -212,7 +222,7 @@ def _compared(
         ours, other = step.used(0), theirs.used(0)
         yield What.USED, limits, _distances(ours, other, names)
     twin = replay.twin(step)
-    is_rounded = floor > ROUNDINGS * epsilon("float32") or bool(replay.casts(step))
+    is_rounded = floor > MAX_ROUNDINGS * epsilon("float32") or bool(replay.casts(step))
     if twin is None or is_rounded or replay.in_parts or not _has_same_rates(step, theirs):
         return  # how rounding changes an update or a buffer was not measured
     known = parameters(step.ranks[0])

@@ -7,8 +7,8 @@ from enum import StrEnum
 import numpy as np
 
 from .relations import (
-    COMPRESSED,
     EQUAL_WITHIN,
+    MAX_BF16_EXCHANGE_ERROR,
     Fit,
     Vectors,
     add,
@@ -168,7 +168,7 @@ class _Try:
         """Return the closest relation, where none holds for any parameter exactly."""
         if self.names:
             fits = [fit(one, self.total, self.names) for one in self.used]
-            if self._agree(fits, COMPRESSED):
+            if self._agree(fits, MAX_BF16_EXCHANGE_ERROR):
                 return self._found(Kind.UNIFORM, fits)
         return Exchange(self.step, self.last, Kind.OTHER, residual=self._spread())
 

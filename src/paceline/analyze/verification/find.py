@@ -11,7 +11,7 @@ from .exchange import Kind
 from .joined_runs import JoinedRuns
 from .mistakes import Finding, Mistake, Nature
 from .passes import Stream
-from .relations import EPSILONS, ROUNDINGS, distance, median
+from .relations import EPSILONS, MAX_ROUNDINGS, distance, median
 from .replayed_steps import NOT_COMPARED, significant
 from .rules import gradients, printed, random_numbers, replicas, resumes, samples, schedules
 from .runs_facts import VerifyRuns
@@ -278,7 +278,7 @@ def _notes(joined: JoinedRuns, found: Compared) -> list[str]:
             f"gradients (relative difference {max(one.residual for one in odd):.2g}): compression, "
             "or a change after the backward"
         )
-    exact = ROUNDINGS * EPSILONS["float32"] * 10
+    exact = MAX_ROUNDINGS * EPSILONS["float32"] * 10
     if found.largest_residual > exact and not odd:
         notes.append(
             f"the exchange rounds gradients: relative difference {found.largest_residual:.2g}"

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from ...observe.facts.ranks import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES, RankFacts
 
 Vector = NDArray[np.float64]
-Vectors = dict[str, Vector]  # by parameter: sketch, then the norm of the tensor
+Vectors = dict[str, Vector]  # by parameter: the SKETCH_SIZE numbers of the sketch, then the norm
 
+# Relative rounding errors.
 EPSILONS = {"float64": 2.3e-16, "float32": 1.2e-7, "bfloat16": 7.9e-3, "float16": 9.8e-4}
-ROUNDINGS = 16  # of one operation each, that a sum of few terms is allowed
-MAX_TOLERANCE = 0.1
-EQUAL_WITHIN = 1e-6  # relative difference of equal values
-COMPRESSED = 2e-2  # largest relative error of an exchange in bfloat16
-_TINY = 1e-300
+MAX_ROUNDINGS = 16  # accepted error of one addition, in rounding errors of the dtype
+MAX_TOLERANCE = 0.1  # accepted relative error of a sum of any number of terms
+EQUAL_WITHIN = 1e-6  # largest relative difference of values that count as equal
+MAX_BF16_EXCHANGE_ERROR = 2e-2  # relative error of gradients that are exchanged in bfloat16
+_TINY = 1e-300  # norms up to this count as zero: nothing is divided by them
 
 
 def epsilon(dtype: str) -> float:
@@ -30,27 +31,31 @@ def epsilon(dtype: str) -> float:
 
 
 def vectors(facts: RankFacts, rows: Mapping[str, int], scale: float = 1.0) -> Vectors:
-    """Return the sketches of some rows of a rank, divided by ``scale``, with their norms."""
+    """Return the sketches and norms of some tensors of a rank, divided by ``scale``.
+
+    Args:
+        rows: Row of each tensor in ``facts.sketches``, by name.
+    """
     found = {}
     for name, row in rows.items():
         values = facts.sketches[row]
-        both = np.empty(SKETCH_SIZE + 1)
-        both[:SKETCH_SIZE] = values[:SKETCH_SIZE]
-        both[SKETCH_SIZE] = np.sqrt(values[SQUARES])
-        found[name] = both / scale
+        sketch_and_norm = np.empty(SKETCH_SIZE + 1)
+        sketch_and_norm[:SKETCH_SIZE] = values[:SKETCH_SIZE]
+        sketch_and_norm[SKETCH_SIZE] = np.sqrt(values[SQUARES])
+        found[name] = sketch_and_norm / scale
     return found
 
 
 def nonfinite(facts: RankFacts, row: int) -> int:
-    """Return the number of elements that are not finite."""
+    """Return the number of elements of the tensor in a row that are not finite."""
     return int(facts.sketches[row, NONFINITE])
 
 
 def add(terms: Sequence[Vectors]) -> Vectors:
-    """Return the sums by parameter. The norms are added, too: an upper bound of the sum's norm."""
+    """Return the sum of each parameter. Norms are added as well: a bound of the sum's norm."""
     total: Vectors = {}
-    for one in terms:
-        for name, values in one.items():
+    for term in terms:
+        for name, values in term.items():
             total[name] = total[name] + values if name in total else values.copy()
     return total
 
@@ -63,12 +68,16 @@ def distance(found: Vector, expected: Vector) -> float:
     return float(np.linalg.norm(found[:SKETCH_SIZE] - expected[:SKETCH_SIZE]) / scale)
 
 
-def apart(
+def differing_ranks(
     ranks: Sequence[RankFacts], rows: Sequence[Mapping[str, int]], limit: float = EQUAL_WITHIN
 ) -> dict[str, list[int]]:
-    """Return by tensor the ranks whose values differ from those of the first one.
+    """Return the ranks whose values of a tensor differ from those of the first rank, by tensor.
 
-    rows: Of each rank, by tensor.
+    Ranks are positions in ``ranks``; tensors without a difference are left out.
+
+    Args:
+        rows: For each rank, the row of each tensor in its sketches, by name.
+        limit: Largest relative difference of values that count as equal.
     """
     found: dict[str, list[int]] = {}
     for rank in range(1, len(ranks)):
@@ -77,19 +86,19 @@ def apart(
                 continue
             pairs = ((ranks[0], row), (ranks[rank], rows[rank][name]))
             if len({float(facts.sketches[at, CHECKSUM]) for facts, at in pairs}) > 1:
-                one, two = (vectors(facts, {name: at})[name] for facts, at in pairs)
-                if distance(one, two) > limit:
+                first, other = (vectors(facts, {name: at})[name] for facts, at in pairs)
+                if distance(first, other) > limit:
                     found.setdefault(name, []).append(rank)
     return found
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The multiple of some vectors that is closest to others.
+    """Least-squares fit ``found = factor * terms``.
 
     Attributes:
-        factor: The multiple.
-        residual: Norm of the remaining difference, relative to the norms of the terms.
+        factor: The factor.
+        residual: Norm of ``found - factor * terms``, relative to the larger norm of the two.
     """
 
     factor: float
@@ -97,7 +106,7 @@ class Fit:
 
 
 def fit(found: Vectors, terms: Vectors, names: Sequence[str]) -> Fit:
-    """Return the multiple of ``terms`` that is closest to ``found`` over all parameters."""
+    """Return the multiple of ``terms`` that is closest to ``found`` over some parameters."""
     a = np.concatenate([found[name][:SKETCH_SIZE] for name in names])
     b = np.concatenate([terms[name][:SKETCH_SIZE] for name in names])
     square = float(b @ b)
@@ -113,9 +122,11 @@ def fit(found: Vectors, terms: Vectors, names: Sequence[str]) -> Fit:
 def solve(
     found: Vectors, terms: Sequence[Vectors], names: Sequence[str]
 ) -> tuple[Vector | None, float]:
-    """Return the coefficients of the combination of ``terms`` closest to ``found``, and its error.
+    """Return the coefficients of the linear combination of ``terms`` closest to ``found``.
 
-    The coefficients are None where the terms are too alike to tell them apart.
+    Returns:
+        The coefficients and the relative error of the combination; (None, 1.0) if a term is zero,
+        or if the terms are nearly linearly dependent, so that coefficients are not determined.
     """
     a = np.concatenate([found[name][:SKETCH_SIZE] for name in names])
     columns = np.stack(
@@ -134,16 +145,17 @@ def solve(
 
 
 def tolerance(terms: int, *dtypes: str) -> float:
-    """Return the largest relative rounding error of a sum of some terms."""
-    one = max((epsilon(dtype) for dtype in dtypes), default=EPSILONS["float32"])
-    return float(min(ROUNDINGS * max(terms, 1) ** 0.5 * one, MAX_TOLERANCE))
+    """Return the accepted relative rounding error of a sum of ``terms`` terms of some dtypes."""
+    largest = max((epsilon(dtype) for dtype in dtypes), default=EPSILONS["float32"])
+    # Errors of independent additions grow with the square root of their number.
+    return float(min(MAX_ROUNDINGS * max(terms, 1) ** 0.5 * largest, MAX_TOLERANCE))
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median, of an even number of values the larger one; 0 without values."""
+    """Return the median: the larger middle one of an even number of values; 0 without values."""
     return statistics.median_high(list(values) or [0.0])
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, with two digits."""
+    """Format a share in percent: integers from 10 % on, two significant digits below."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

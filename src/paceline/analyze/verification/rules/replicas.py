@@ -10,7 +10,7 @@ from ..comparison import STATISTICS
 from ..exchange import Exchange, Kind
 from ..joined_runs import JoinedRuns, listed, ranks_text
 from ..mistakes import Finding, Mistake, Nature, by_id, ids
-from ..relations import EQUAL_WITHIN, apart, distance, median, vectors
+from ..relations import EQUAL_WITHIN, differing_ranks, distance, median, vectors
 from ..steps import JointStep, find_step, misaligned, numel, parameters, shown
 
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
@@ -79,7 +79,7 @@ def start_different(joined: JoinedRuns) -> Iterator[Finding]:
         if model.is_sharded or not model.first or any(one is None for one in others):
             continue
         models = [model, *(one for one in others if one is not None)]
-        different = apart(joined.ranks, [one.first for one in models])
+        different = differing_ranks(joined.ranks, [one.first for one in models])
         names = [name for name in different if name not in model.ignored]
         if not names:
             continue
@@ -110,7 +110,7 @@ def _were_equal(joined: JoinedRuns, models: Sequence[ModelFacts], names: Sequenc
     before = [one.initial for one in models]
     are_known = all(name in one for one in before for name in names)
     is_wrapped = bool(models[0].wrapper)
-    return is_wrapped and are_known and not set(apart(joined.ranks, before)) & set(names)
+    return is_wrapped and are_known and not set(differing_ranks(joined.ranks, before)) & set(names)
 
 
 def _made_lines(joined: JoinedRuns, model: ModelFacts, was_equal: bool) -> list[str]:
@@ -182,7 +182,7 @@ def diverge(joined: JoinedRuns) -> Iterator[Finding]:
                 continue
             rows = [one.before if is_before else one.parameters for one in step.steps]
             rows = [{n: row for n, row in one.items() if n not in own} for one in rows]
-            found = apart(joined.ranks, rows)
+            found = differing_ranks(joined.ranks, rows)
             if not is_before:
                 found = {name: x for name, x in found.items() if _exceeds_rounding(step, name)}
             if found:
@@ -245,7 +245,7 @@ def _gradients_too(step: JointStep, names: Sequence[str]) -> str:
     rows = [{n: x.gradients[n] for n in names if n in x.gradients} for x in step.steps]
     if not rows[0]:
         return ""
-    if apart(step.ranks, rows):
+    if differing_ranks(step.ranks, rows):
         return " Their gradients differ as well."
     return " Their gradients are equal: the optimizers, or what changes the parameters, differ."
 
@@ -257,7 +257,7 @@ def buffers_differ(joined: JoinedRuns) -> Iterator[Finding]:
     }
     for step in joined.steps[1:]:
         names = []
-        for name in apart(step.ranks, [one.buffers for one in step.steps]):
+        for name in differing_ranks(step.ranks, [one.buffers for one in step.steps]):
             key = name.partition("/")[0]
             if not (int(key) in broadcast if key.isdigit() else broadcast):
                 names.append(name)
@@ -368,7 +368,9 @@ def _difference(joined: JoinedRuns, ours: StateFacts, theirs: StateFacts, rank: 
             return f"{name} is {value:.6g} and {other:.6g}"
     sharded = {str(one.key) for one in joined.ranks[0].models if one.is_sharded}
     rows = {name: at for name, at in ours.rows.items() if name.partition("/")[0] not in sharded}
-    found = next(iter(apart([joined.ranks[0], joined.ranks[rank]], [rows, theirs.rows])), "")
+    found = next(
+        iter(differing_ranks([joined.ranks[0], joined.ranks[rank]], [rows, theirs.rows])), ""
+    )
     return f"the values of {shown(found)} differ" if found else ""
 
 
@@ -425,14 +427,16 @@ def _averages_parameters(joined: JoinedRuns, own: list[Exchange]) -> bool:
             if next_step is not None and _are_equal(next_step, before=True):
                 taken = next_step.steps[0].before
                 pairs = zip(step.ranks, step.steps, strict=True)
-                return all(apart([f, joined.ranks[0]], [x.parameters, taken]) for f, x in pairs)
+                return all(
+                    differing_ranks([f, joined.ranks[0]], [x.parameters, taken]) for f, x in pairs
+                )
     return False
 
 
 def _are_equal(step: JointStep, before: bool) -> bool:
     """Return whether parameters are equal on all ranks, before or after a step."""
     rows = [one.before if before else one.parameters for one in step.steps]
-    return bool(rows[0]) and not apart(step.ranks, rows)
+    return bool(rows[0]) and not differing_ranks(step.ranks, rows)
 
 
 def _is_expert(joined: JoinedRuns, one: Exchange, name: str) -> bool:
@@ -443,7 +447,7 @@ def _is_expert(joined: JoinedRuns, one: Exchange, name: str) -> bool:
     if not joined.has_all_to_all:
         return False
     rows = [{n: at for n, at in x.parameters.items() if n == name} for x in one.step.steps]
-    return bool(apart(one.step.ranks, rows))
+    return bool(differing_ranks(one.step.ranks, rows))
 
 
 def _all_parameters(joined: JoinedRuns, own: list[Exchange]) -> Finding:

@@ -10,7 +10,7 @@ from ....observe.facts.samples import BatchFacts, Phase
 from ..joined_runs import JoinedRuns, listed
 from ..mistakes import Finding, Mistake, Nature, by_id
 from ..passes import Sample, streams
-from ..relations import EQUAL_WITHIN, apart, distance, vectors
+from ..relations import EQUAL_WITHIN, differing_ranks, distance, vectors
 from ..steps import shown, trained
 
 FIRST_STEPS = 3  # of the resumed run, whose learning rates are compared
@@ -229,9 +229,9 @@ def _other_average(run: _Resumed) -> Finding | None:
             if known is None or not 0 < state.step <= len(facts.steps) or at > len(ours.steps):
                 continue
             rows = [ours.steps[at - 1].parameters, facts.steps[state.step - 1].parameters]
-            if not rows[0] or apart([ours, facts], rows, 10 * EQUAL_WITHIN):
+            if not rows[0] or differing_ranks([ours, facts], rows, 10 * EQUAL_WITHIN):
                 continue
-            if not apart([ours, facts], [known.rows, state.rows], 10 * EQUAL_WITHIN):
+            if not differing_ranks([ours, facts], [known.rows, state.rows], 10 * EQUAL_WITHIN):
                 continue
             return run.finding(
                 facts,
