@@ -12,7 +12,7 @@ from records import MS, Rank
 
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
-from paceline.record.ring.states import PARTS, Op, State
+from paceline.record.ring.states import PARTS_PER_CHUNK, Op, State
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import lanes, microseconds
 from paceline.security.text import printable
@@ -362,7 +362,7 @@ def test_micro_batches_of_a_pipeline_have_their_numbers(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.step(0, 10)
     for at, state, number, amount in (
-        *((10, State.FORWARD, 1, 0), (20, State.FORWARD, 1, PARTS)),
+        *((10, State.FORWARD, 1, 0), (20, State.FORWARD, 1, PARTS_PER_CHUNK)),
         *((30, State.BACKWARD, 1, 1), (40, State.BACKWARD, 1, 2), (50, State.BACKWARD, 2, 0)),
     ):
         rank.was(state, at, at + 9, seq=number, amount=amount)

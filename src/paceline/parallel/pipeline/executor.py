@@ -17,7 +17,7 @@ from ...cost.layout import chunks_of
 from ...data.sampling.sample_order import preserve_random_states
 from ...optim.gradients import graph_nodes
 from ...record.ring.recorder import now
-from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
+from ...record.ring.states import BACKWARD_PARTS, PARTS_PER_CHUNK, State
 from ..mesh import STAGE, Mesh
 from ..strategy.training_step import TrainingStep
 from .execution.deferred_norms import DeferredNorms
@@ -199,7 +199,7 @@ class Lane:
             ) from error
 
 
-_RECORDED_PARTS = {kind: part for part, kind in PARTS_OF_BACKWARD.items()} | {"F": 0}
+_RECORDED_PARTS = {kind: part for part, kind in BACKWARD_PARTS.items()} | {"F": 0}
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Executor:
         """Record the computation of a micro-batch, which ends now."""
         self.busy_ns += now() - start
         state = State.FORWARD if action.kind == "F" else State.BACKWARD
-        part = action.chunk * PARTS + _RECORDED_PARTS[action.kind]
+        part = action.chunk * PARTS_PER_CHUNK + _RECORDED_PARTS[action.kind]
         run.step.note_part(state, start, action.micro_batch + 1, part)
 
     def _actions(self, batch: Batch) -> Sequence[Action]:

@@ -20,7 +20,7 @@ from ...analyze.figures.steps import states_by_step
 from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES, Window
 from ...cost.roofline import Roof, RooflinePoint, ridge
-from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
+from ...record.ring.states import BACKWARD_PARTS, PARTS_PER_CHUNK, State
 from ..figure_names import STATE_NAMES
 from ..run_document import run_document
 from ..sentences import LATE_BECAUSE, cause
@@ -113,9 +113,9 @@ def schedule(m: MeasuredWindow, steps: Steps, examined: RunAnalysis) -> dict[str
         events = micro_batch_events(m.records[at[rank]], Window(begin, end))
         names = ("state", "start", "end", "seq", "amount")
         for state, start, stop, number, amount in events[list(names)].tolist():
-            chunk, part = divmod(amount, PARTS)
+            chunk, part = divmod(amount, PARTS_PER_CHUNK)
             is_forward = state == State.FORWARD
-            kind = "F" if is_forward else PARTS_OF_BACKWARD.get(part, "B")
+            kind = "F" if is_forward else BACKWARD_PARTS.get(part, "B")
             times_ms = (_digits((start - begin) / 1e6), _digits((stop - begin) / 1e6))
             bars.append((row, *times_ms, f"{kind}{number - 1}{chr(39) * chunk}", is_forward))
     return {

@@ -24,7 +24,7 @@ from ...analyze.records.match_collectives import (
 from ...analyze.records.read_record import Record, mesh_places
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...plurals import named_ranks
-from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, Op, State
+from ...record.ring.states import BACKWARD_PARTS, PARTS_PER_CHUNK, Op, State
 from ..figure_names import STATE_NAMES
 from .chrome_trace import Process, Put, slice_label
 
@@ -239,8 +239,8 @@ class Tracks:
 
 def _part_name(state: int, part: int, number: int) -> str:
     """Return the name of the forward or backward of a micro-batch: "forward 0"."""
-    chunk, kind = divmod(part, PARTS)
-    of = {"I": " of activations", "W": " of parameters"}.get(PARTS_OF_BACKWARD.get(kind, ""), "")
+    chunk, kind = divmod(part, PARTS_PER_CHUNK)
+    of = {"I": " of activations", "W": " of parameters"}.get(BACKWARD_PARTS.get(kind, ""), "")
     stage = f", virtual stage {chunk}" if chunk else ""
     return f"{PHASES[state]}{of} {number - 1}{stage}"
 
