@@ -9,7 +9,7 @@ from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, Command, json_output
 from .common.options import Json, output_option, value_option
 
-MAX_GATE = 10.0  # share of the step time
+MAX_GATE = 10.0  # largest value of --gate, as a share of the step time: 1000 %
 
 
 @app.command(
@@ -47,12 +47,13 @@ def report(
         ),
     ] = None,
     steps: Annotated[
-        str | None, value_option("Use these steps only: 100:200 is 100 to 199.", "FIRST:END")
+        str | None,
+        value_option("Use only the steps from FIRST to END - 1, as in 100:200.", "FIRST:END"),
     ] = None,
     json: Json = None,
     html: Annotated[
         Path | None,
-        output_option("Write a page with everything inside to this file, for any browser."),
+        output_option("Write a self-contained HTML page to this file."),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -64,8 +65,8 @@ def report(
     machine: Annotated[
         Path | None,
         value_option(
-            "Machine file (paceline check): place a step of a run with --count-flops on its "
-            "roofline.",
+            "Machine file of paceline check. Place a step of the run on the machine's roofline; "
+            "the run needs --count-flops.",
             "FILE",
         ),
     ] = None,
@@ -74,8 +75,8 @@ def report(
 
     One record gives states, efficiencies and the three largest losses. Two records of the same
     number of ranks are compared, with the noise of each figure; --baseline compares several.
-    Records of different numbers of ranks give a scaling table. A running job is reported as far as
-    it is recorded.
+    Records of different numbers of ranks give a scaling table. The report of a running job covers
+    what is recorded until now.
     """
     from ..launch.monitor.running_jobs import load_so_far
     from ..report.report_command import make_report
@@ -85,13 +86,13 @@ def report(
         output = make_report(
             folders,
             steps,
-            json is not None,
-            html,
-            timeline,
-            load_so_far,
-            machine,
-            baseline or (),
-            tolerance,
+            as_json=json is not None,
+            html=html,
+            timeline=timeline,
+            load=load_so_far,
+            machine=machine,
+            baseline=baseline or (),
+            tolerance=tolerance,
         )
         with json_output(json or STDOUT):
             typer.echo(output.text, nl=False)
@@ -100,7 +101,11 @@ def report(
 
 
 def _parse_gate(text: str) -> float:
-    """Return the tolerance of --gate as a share."""
+    """Return the tolerance of --gate, as in "5%", as a share.
+
+    Raises:
+        ValueError: The text is not a percentage from 0% to 1000%.
+    """
     number, percent, rest = text.partition("%")
     try:
         share = float(number) / 100

@@ -21,9 +21,7 @@ FILES = "Files"
 
 HtmlFile = Annotated[
     Path | None,
-    output_option(
-        "Write a page with everything inside to this file, for any browser.", "--html", panel=FILES
-    ),
+    output_option("Write a self-contained HTML page to this file.", "--html", panel=FILES),
 ]
 
 
