@@ -1,6 +1,7 @@
-"""Samples in parts: inputs of a model, and arrays that no rank reads whole.
+"""Divide samples along depth, height and width over ranks (layout axes d, h and w).
 
-A tensor of samples has the dims (samples, channels, [[depth,] height,] width).
+Inputs of a model are divided, and arrays and datasets of which each rank reads only its part. A
+tensor of samples has the dims (samples, channels, [[depth,] height,] width).
 """
 
 import weakref
@@ -23,16 +24,16 @@ from .partition import FROM_END, Partition
 from .split_tensor import SpatialGroups, SplitTensor, split
 
 AXES = ("d", "h", "w")
-MAX_COMPARED = 1 << 20  # elements of an input, by which ranks see that they have the same one
+COMPARED_ELEMENTS = 1 << 20  # of each input, from which its checksum is computed: up to twice this
 
-
+# Creating process groups is collective: models, loaders and ``world.part`` share those of a mesh.
 _groups_of: weakref.WeakKeyDictionary[Mesh, SpatialGroups] = weakref.WeakKeyDictionary()
 
 
 def spatial_groups(mesh: Mesh) -> SpatialGroups:
-    """Return the ranks along each divided axis, and groups of all combinations.
+    """Return the ranks along each divided axis, and the process groups of all sets of axes.
 
-    It is the same for models, loaders and ``world.part``. The first call is collective.
+    The first call for a mesh creates the groups, and is collective.
     """
     if mesh not in _groups_of:
         _groups_of[mesh] = _create_groups(mesh)
@@ -46,15 +47,15 @@ def _create_groups(mesh: Mesh) -> SpatialGroups:
         ranks = tuple(mesh.ranks_along((axis,)))
         lines[axis] = Line(mesh.group(axis), ranks, ranks.index(mesh.rank))
     groups = {
-        frozenset(some): mesh.group(*some)
+        frozenset(subset): mesh.group(*subset)
         for count in range(1, len(axes) + 1)
-        for some in combinations(axes, count)
+        for subset in combinations(axes, count)
     }
     return SpatialGroups(lines, groups)
 
 
 def split_inputs(value: Any, groups: SpatialGroups) -> Any:
-    """Return inputs of a model with this rank's part of each tensor that has positions."""
+    """Replace each tensor in a model's inputs (any structure) by this rank's part of it."""
     return each_tensor(value, lambda tensor: split_positions(tensor, groups))
 
 
@@ -79,7 +80,7 @@ def split_positions(tensor: torch.Tensor, groups: SpatialGroups) -> torch.Tensor
 
 
 def even_parts(shape: Sequence[int], groups: SpatialGroups) -> dict[int, Partition]:
-    """Return the partitions of samples [samples, channels, [[depth,] height,] width].
+    """Return the partition of each divided dim of [samples, channels, [[depth,] height,] width].
 
     Raises:
         ValueError: The shape lacks a divided dim, or has fewer rows than ranks.
@@ -94,30 +95,38 @@ def even_parts(shape: Sequence[int], groups: SpatialGroups) -> dict[int, Partiti
                 "for sequences, h and w for images, d, h and w for volumes"
             )
         if shape[dim] < len(line.ranks):
-            fewer = f"{axis[0]}{shape[dim]}" if shape[dim] > 1 else f"without {axis[0]}"
+            smaller = f"{axis[0]}{shape[dim]}" if shape[dim] > 1 else f"without {axis[0]}"
             raise ValueError(
                 f"an input of shape {tuple(shape)} has {counted(shape[dim], 'row')} along the "
-                f"{axis} for {len(line.ranks)} ranks. HINT: a layout {fewer}, or larger samples"
+                f"{axis} for {len(line.ranks)} ranks. HINT: a layout {smaller}, or larger samples"
             )
         parts[dim] = Partition.even(axis, shape[dim], len(line.ranks))
     return parts
 
 
 def slices_of(shape: Sequence[int], groups: SpatialGroups) -> tuple[slice, ...]:
-    """Return this rank's part of an array [..., [[depth,] height,] width]."""
+    """Return this rank's part of an array [..., [[depth,] height,] width].
+
+    Raises:
+        ValueError: The shape lacks a divided dim, or has fewer rows than ranks.
+    """
     missing = max(2 + max(FROM_END[axis] for axis in groups.lines) - len(shape), 0)
-    parts = even_parts((1,) * missing + tuple(shape), groups) if missing <= 2 else {}
-    if not parts or any(dim < missing for dim in parts):
-        even_parts(shape, groups)  # its error
+    # An array without samples and channels is divided like one sample of one channel. If more dims
+    # are missing, a divided one is among them, and even_parts raises an error with the given shape.
+    leading = missing if missing <= 2 else 0
+    parts = even_parts((1,) * leading + tuple(shape), groups)
     found = [slice(None)] * len(shape)
     for dim, partition in parts.items():
-        found[dim - missing] = slice(*groups.rows(partition))
+        found[dim - leading] = slice(*groups.rows(partition))
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class LoadedParts:
-    """How a loader divides samples [channels, [[depth,] height,] width], and their labels."""
+    """Division of a loader's samples [channels, [[depth,] height,] width], and of their labels.
+
+    Implements ``SampleDivision`` of data/sampling/shard_loader.py.
+    """
 
     groups: SpatialGroups
 
@@ -128,12 +137,20 @@ class LoadedParts:
         return slices_of(shape, self.groups)
 
     def checks(self, i: int) -> bool:
-        """Return whether this rank compares the checksum of a sample: one of its ranks does."""
+        """Return whether this rank verifies the checksum of sample ``i``.
+
+        Exactly one of the ranks that share the sample does; they take turns by the sample's number.
+        """
         ranks = prod(len(line.ranks) for line in self.groups.lines.values())
         return i % ranks == self.groups.offset()
 
     def assemble(self, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return parts of samples, or of labels, as a tensor of the whole ones."""
+        """Return this rank's part of a batch of samples, or of labels, as a divided tensor.
+
+        Args:
+            part: The part [samples, ...].
+            shape: Shape of one whole sample or label, without the dim of samples.
+        """
         parts = {
             part.dim() - FROM_END[axis]: Partition.even(
                 axis, shape[len(shape) - FROM_END[axis]], len(line.ranks)
@@ -144,7 +161,15 @@ class LoadedParts:
 
 
 def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups) -> SplitTensor:
-    """Return this rank's part of samples of a shape as a divided tensor."""
+    """Return a divided tensor of which this rank holds ``tensor``.
+
+    Args:
+        shape: Shape of the whole.
+
+    Raises:
+        ValueError: The tensor does not have the shape of this rank's part, or ``shape`` can't be
+            divided.
+    """
     parts = even_parts(shape, groups)
     expected = groups.local_shape(shape, parts)
     if list(tensor.shape) != expected:
@@ -156,23 +181,27 @@ def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups)
 
 
 def check_same(value: Any, groups: SpatialGroups) -> None:
-    """Check that the ranks of a sample have the same inputs. Collective.
+    """Check that the ranks that share each sample have equal inputs. Collective.
+
+    A checksum is compared: of shapes and dtypes, and of at most 2 * COMPARED_ELEMENTS elements of
+    each tensor. Of tensors that are divided already, only shapes and dtypes are compared.
 
     Raises:
-        ValueError: They have not.
+        ValueError: The inputs of some ranks differ from those of this rank.
     """
-    number = 0
+    checksum = 0
     for tensor in tensors_in(value):
-        number = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), number)
+        checksum = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), checksum)
         if not isinstance(tensor, SplitTensor):
             flat = tensor.detach().reshape(-1)
-            some = flat[:: max(flat.numel() // MAX_COMPARED, 1)].contiguous().cpu()
-            number = zlib.crc32(some.view(torch.uint8).numpy().data, number)
-    found = groups.numbers(number)
-    others = [rank for rank, other in found.items() if other != number]
+            step = max(flat.numel() // COMPARED_ELEMENTS, 1)
+            compared = flat[::step].contiguous().cpu()
+            checksum = zlib.crc32(compared.view(torch.uint8).numpy().data, checksum)
+    found = groups.numbers(checksum)
+    others = [rank for rank, other in found.items() if other != checksum]
     if others:
         raise ValueError(
             f"{named_ranks(sorted(found))} share each sample, and the model got other inputs on "
-            f"{named_ranks(others)} than here. HINT: world.shard(loader) gives them the same "
-            "samples; random numbers of the script need one seed on all ranks"
+            f"{named_ranks(others)} than on this rank. HINT: world.shard(loader) gives them the "
+            "same samples; random numbers of the script need one seed on all ranks"
         )

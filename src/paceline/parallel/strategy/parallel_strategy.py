@@ -1,4 +1,4 @@
-"""A strategy: how some axes of a layout divide a model."""
+"""Base class of the strategies, each of which divides a model along some axes of a layout."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,18 +16,21 @@ from .distributed_model import DistributedModel
 
 @dataclass(frozen=True)
 class DistributionRequest:
-    """How a model is to be distributed.
+    """Arguments with which a model is distributed.
 
     Attributes:
-        layout: The layout, with the extents that were asked for.
-        mesh: The ranks; arranged for the layout when a strategy is applied.
-        device: Where this rank computes.
-        blocks: Names of modules or classes that form blocks; None to find them.
-        options: Further arguments of ``world.distribute``.
-        example_inputs: Arguments of a forward, whose shapes and dtypes matter; None if unknown.
-        say: Prints a line on rank 0.
-        note: Writes fields of the record's header.
-        compare: Whether operations on parts are compared with whole ones before the first step.
+        layout: Requested layout.
+        mesh: Mesh of the ranks. It must be arranged for the layout only when
+            ``ParallelStrategy.apply`` is called.
+        device: Device of this rank.
+        blocks: Names of modules or classes that form blocks; None to find them automatically.
+        options: Further keyword arguments of ``world.distribute``.
+        example_inputs: Arguments of a forward, of which only shapes and dtypes are used; None if
+            unknown.
+        compare: Whether the results of divided operations are compared with those of undivided
+            ones before the first step.
+        say: Function that prints a line on rank 0.
+        note: Function that writes its keyword arguments to the header of the record.
     """
 
     layout: Layout
@@ -42,12 +45,12 @@ class DistributionRequest:
 
 
 class ParallelStrategy(ABC):
-    """Division of one model along some axes.
+    """Divides one model along some axes of a layout.
 
     ``parallel/distribute.py`` lists the strategies in the order in which they are applied.
 
     Attributes:
-        axes: The keywords of ``Layout`` whose extents it divides.
+        axes: Keys of ``Layout.extents`` along which the strategy divides a model.
     """
 
     axes: ClassVar[frozenset[str]]
@@ -61,16 +64,19 @@ class ParallelStrategy(ABC):
         return any(layout.extents[axis] != 1 for axis in cls.axes)
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Raise ValueError for a model or an optimizer that can't be divided.
+        """Check that the model and the optimizer can be divided.
 
-        It is called before anything is changed, on any number of ranks.
+        ``distribute_model`` calls it before any strategy changes the model, also with one rank.
+
+        Raises:
+            ValueError: The model or the optimizer can't be divided.
         """
         return
 
     def defers(self, model: nn.Module) -> bool:
-        """Return whether ``apply`` computes the tensors of a model of ``world.deferred()``.
+        """Return whether ``apply`` initializes the tensors of a model of ``world.deferred()``.
 
-        Otherwise they are computed before. Collective.
+        Otherwise ``distribute_model`` initializes them before ``apply``. Collective.
         """
         return False
 
@@ -78,5 +84,5 @@ class ParallelStrategy(ABC):
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
         """Divide the model over the ranks of the mesh, and return it. Collective.
 
-        Parameters of the optimizer that are replaced must be replaced in it as well.
+        A strategy that replaces parameters of the model must also replace them in the optimizer.
         """
