@@ -24,7 +24,7 @@ from ..format.meta_schema import MAX_META_BYTES, Shard
 from ..format.shard_format import DataError
 from .origin import Origin
 from .peer_transfer import PEER_CHECK_DELAY_S, POLL_INTERVAL_S, PeerTransfer, StoreLostError
-from .shard_server import UNCHECKED
+from .shard_server import NO_CHECKSUM
 
 FETCHERS = 4  # threads that fetch shards, each from one host at a time
 CHUNK = 256 << 10  # bytes; the kernel can take several times as long to allocate larger ones
@@ -314,6 +314,6 @@ def _copy(origin: Origin, shard: Shard, to: BinaryIO) -> bool:
         while size := file.readinto(buffer):
             crc = crc32c(buffer[:size], crc)
             write_all(to.fileno(), buffer[:size])
-    if shard.crc not in (crc, UNCHECKED):
+    if shard.crc not in (crc, NO_CHECKSUM):
         raise DataError(path, -1, 0, "a byte has changed (its checksum differs)")
     return True

@@ -1,8 +1,9 @@
-"""Send and fetch shards over connections between two nodes.
+"""Send and fetch the shards of a dataset over TCP connections between two nodes.
 
-A request is a token of 32 bytes and the number of a shard; the answer is the size of the file and
-the file. A node is written as "address port token". Received shards are verified with their
-checksum, like shards that were read.
+A request is a token of 32 bytes and a shard number (_REQUEST). The answer is the size of the file
+in bytes (_SIZE), then the file. The text "address port token" identifies the server of a node: it
+is ``ShardServer.name``, and the argument ``host`` of the functions. Received shards are verified
+with their checksum.
 """
 
 import contextlib
@@ -28,14 +29,14 @@ from ..format.shard_format import DataError
 
 ANSWER_TIMEOUT_S = 20.0  # for the answer of a node, and for each piece of a shard
 ALIVE_TIMEOUT_S = 5.0  # for the answer of a node that is asked whether it is alive
-ACCEPT_INTERVAL_S = 60.0
+ACCEPT_INTERVAL_S = 60.0  # longest wait in one call of the acceptor
 RETRIES_S = (0.05, 0.1, 0.2)  # pauses before retries, after a node has closed the connection
 PIECE_BYTES = 256 << 10
 MAX_SENDERS = 64  # threads that send shards
 MAX_WAITING = 1024  # authenticated connections that wait for a sender thread
 ALIVE = 0xFFFFFFFF  # requested instead of a shard number, to check that the node is alive
-NOT_THERE = (1 << 64) - 1
-UNCHECKED = -1  # no checksum: the index and names files of datasets that an older Paceline packed
+NOT_AVAILABLE = (1 << 64) - 1  # answered instead of a size: the server does not have the shard
+NO_CHECKSUM = -1  # of the index and names files of datasets that an older Paceline packed
 _REQUEST, _SIZE = struct.Struct("!32sI"), struct.Struct("!Q")
 
 
@@ -44,6 +45,14 @@ class ShardServer:
 
     One thread accepts connections and checks the token; at most MAX_SENDERS other threads send
     shards to the authenticated clients.
+
+    Args:
+        address: IP address to listen on.
+        folder: Folder with the shards; None if this node has none, and only answers ``is_alive``.
+        shards: All shards of the dataset, in the order of their numbers.
+
+    Attributes:
+        name: "address port token", with which clients request shards.
     """
 
     def __init__(self, address: str, folder: Folder | None, shards: Sequence[Shard]) -> None:
@@ -59,8 +68,9 @@ class ShardServer:
         threading.Thread(target=self._serve, name="paceline-stage", daemon=True).start()
 
     def close(self) -> None:
+        """Stop accepting connections. Shards that are being sent are completed."""
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+            self._listening.shutdown(socket.SHUT_RDWR)  # the thread then closes the socket and ends
 
     def handshake(self) -> Handshake[int]:
         """Read the token and the number of the requested shard."""
@@ -72,25 +82,26 @@ class ShardServer:
     def _serve(self) -> None:
         with self._acceptor, contextlib.suppress(OSError):  # after the socket was shut down
             while True:
-                for visitor, number in self._acceptor.wait(ACCEPT_INTERVAL_S):
-                    self._admit(visitor, number)
+                for client, number in self._acceptor.wait(ACCEPT_INTERVAL_S):
+                    self._admit(client, number)
 
-    def _admit(self, visitor: socket.socket, number: int) -> None:
+    def _admit(self, client: socket.socket, number: int) -> None:
+        """Queue a request for a sender thread, or answer that the shard is not available."""
         if number == ALIVE or number >= len(self._shards) or self._folder is None:
-            with visitor, contextlib.suppress(OSError):
-                visitor.send(_SIZE.pack(NOT_THERE))
+            with client, contextlib.suppress(OSError):
+                client.send(_SIZE.pack(NOT_AVAILABLE))
             return
         with self._lock:
             if len(self._waiting) >= MAX_WAITING:
-                visitor.close()
+                client.close()
                 return
-            self._waiting.append((visitor, number))
+            self._waiting.append((client, number))
             if self._senders >= MAX_SENDERS:
                 return
             self._senders += 1
         try:
             threading.Thread(target=self._send_waiting, daemon=True).start()
-        except RuntimeError:  # this user's thread limit is reached: a running sender may send it
+        except RuntimeError:  # the user's thread limit: a running sender serves the client
             with self._lock:
                 self._senders -= 1
 
@@ -100,24 +111,24 @@ class ShardServer:
                 if not self._waiting:
                     self._senders -= 1
                     return
-                visitor, number = self._waiting.popleft()
-            with visitor, contextlib.suppress(OSError):  # the client then asks another host
-                self._send(visitor, self._shards[number])
+                client, number = self._waiting.popleft()
+            with client, contextlib.suppress(OSError):  # the client then requests it elsewhere
+                self._send(client, self._shards[number])
 
-    def _send(self, visitor: socket.socket, shard: Shard) -> None:
+    def _send(self, client: socket.socket, shard: Shard) -> None:
         assert self._folder is not None
-        visitor.settimeout(ANSWER_TIMEOUT_S)
+        client.settimeout(ANSWER_TIMEOUT_S)
         with open(self._folder.open_file(shard.file), "rb") as file:
-            visitor.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
-            visitor.sendfile(file)
+            client.sendall(_SIZE.pack(os.fstat(file.fileno()).st_size))
+            client.sendfile(file)
 
 
 def is_alive(host: str) -> bool:
-    """Whether the process of a host answers."""
+    """Return whether the server ``host`` answers."""
     try:
         channel, size = _request(host, ALIVE, ALIVE_TIMEOUT_S)
         channel.close()
-        return size == NOT_THERE
+        return size == NOT_AVAILABLE
     except (OSError, EOFError):
         return False
 
@@ -125,8 +136,14 @@ def is_alive(host: str) -> bool:
 def _request(host: str, number: int, seconds: float) -> tuple[socket.socket, int]:
     """Request a shard from a host, and retry if it closes the connection.
 
-    The host may be busy with connections from strangers. Return the connection and the size in
-    bytes that the host reports. Raises OSError or EOFError if it does not answer.
+    A server under load from unauthenticated connections may close any connection. After a timeout
+    the request is not repeated.
+
+    Returns:
+        The connection, and the size of the shard in bytes or NOT_AVAILABLE.
+
+    Raises:
+        OSError, EOFError: The host does not answer.
     """
     pauses = iter(RETRIES_S)
     while True:
@@ -141,9 +158,9 @@ def _request(host: str, number: int, seconds: float) -> tuple[socket.socket, int
         time.sleep(pause)
 
 
-def _send_request(host: str, number: int, patience: float) -> socket.socket:
+def _send_request(host: str, number: int, seconds: float) -> socket.socket:
     address, port, token = host.split()
-    channel = socket.create_connection((address, int(port)), patience)
+    channel = socket.create_connection((address, int(port)), seconds)
     try:
         channel.sendall(_REQUEST.pack(token.encode(), number))
     except BaseException:
@@ -153,7 +170,12 @@ def _send_request(host: str, number: int, patience: float) -> socket.socket:
 
 
 def fetch_shard(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
-    """Fetch a shard from a host into ``file``.
+    """Fetch a shard from a host into ``file``, and verify its checksum.
+
+    Args:
+        host: ``ShardServer.name`` of the host.
+        number: Number of the shard in the dataset.
+        shard: Expected size and checksum.
 
     Raises:
         OSError: The host does not send the whole shard.
@@ -172,7 +194,7 @@ def fetch_shard(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
                 write_all(file.fileno(), piece)
     except EOFError:
         raise ConnectionError(f"{host.split()[0]} closed the connection") from None
-    if shard.crc not in (crc, UNCHECKED):
+    if shard.crc not in (crc, NO_CHECKSUM):
         raise DataError(Path(shard.file), -1, 0, "arrived with another checksum")
 
 

@@ -38,7 +38,7 @@ from ..format.shard_format import DataError
 from .fetch_shards import ShardFetcher, Staged, Step, whole
 from .origin import Origin, check_entered
 from .peer_transfer import PeerTransfer, StoreLostError, join_peer_transfer
-from .shard_server import UNCHECKED
+from .shard_server import NO_CHECKSUM
 from .staged_sets import LAST_USED, open_or_create, open_staged, staged_path, touch
 
 LOCK = ".lock"
@@ -177,7 +177,7 @@ def _check_may_share(origin: Origin, files: list[Shard], root: Path) -> None:
             raise ValueError(
                 f"--shared: {origin.path / name} {error.strerror}. HINT: leave out --shared"
             ) from None
-    if any(file.crc == UNCHECKED for file in files):
+    if any(file.crc == NO_CHECKSUM for file in files):
         raise ValueError(
             f"--shared: {origin.path} has no checksum of its index: an older Paceline packed it. "
             "HINT: pack it again, or leave out --shared"
@@ -203,7 +203,7 @@ def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
     for name in names:
         packed = meta.files.get(name)
         size = (origin / name).stat().st_size if packed is None else packed.bytes
-        small.append(Shard(name, 0, size, UNCHECKED if packed is None else packed.crc))
+        small.append(Shard(name, 0, size, NO_CHECKSUM if packed is None else packed.crc))
     return [*small, *meta.shards]
 
 
