@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.input_rate import Terms, max_hosts, overlapped_rate, rate, remedies, striping
+from paceline.predict.input_rate import (
+    Terms,
+    nodes_until_storage_limit,
+    overlapped_rate,
+    rate,
+    remedies,
+    striping,
+)
 
 # 100 kB and 1 ms of CPU time per sample; storage with 1 GB/s, 5,000 reads/s and 2 ms per read.
 TERMS = Terms(
@@ -71,10 +78,15 @@ def test_remedies_match_limit_and_predict_rate():
     assert named(hindered, ranks=2) == {"smaller": 1653}
 
 
-def test_max_hosts_before_storage_limits():
-    assert max_hosts(replace(TERMS, wait_s=0.0), 4, 2) == 2
-    assert max_hosts(replace(TERMS, operations=1000.0), 4, 2) is None
-    assert max_hosts(replace(TERMS, wait_s=0.0, operations=39_000.0, bandwidth=1e10), 4, 2) == 10
+def test_number_of_nodes_until_storage_limits():
+    assert nodes_until_storage_limit(replace(TERMS, wait_s=0.0), 4, 2) == 2
+    assert nodes_until_storage_limit(replace(TERMS, operations=1000.0), 4, 2) is None
+    assert (
+        nodes_until_storage_limit(
+            replace(TERMS, wait_s=0.0, operations=39_000.0, bandwidth=1e10), 4, 2
+        )
+        == 10
+    )
 
 
 def test_striping_advice_only_for_parallel_file_systems():

@@ -2,15 +2,15 @@
 
 The rate is the minimum of these terms:
 
-    bandwidth     bytes/s / bytes per sample             of the storage, for all ranks
-    operations    reads/s, one per sample                of the storage, for all ranks
-    processor     cores / CPU-seconds per sample         of the node
-    interpreter   ranks * rate of one process            with any number of threads: they wait for
-                                                         a lock, of Python or of a library
-    threads       threads / (CPU-seconds + waiting)      each processes one sample at a time
+    bandwidth     bytes/s / bytes per sample              of the storage, for all ranks
+    operations    reads/s, one per sample                 of the storage, for all ranks
+    processor     cores / CPU-seconds per sample          of the node
+    interpreter   ranks * rate of one process             with any number of threads: they wait for
+                                                          a lock, of Python or of a library
+    threads       ranks * threads / (CPU-seconds + wait)  each thread processes one sample at a time
 
-The first two terms and the waiting apply only if the dataset is not read from memory. In that case
-the rate is also below the minimum if two terms are nearly equal: see ``overlapped_rate``.
+The first two terms and the wait apply only if the dataset is read from storage. The rate is then
+lower than the minimum if two terms are nearly equal: see ``overlapped_rate``.
 """
 
 import math
@@ -33,15 +33,16 @@ class Terms:
         read_s: CPU-seconds per sample for reading, while all cores are busy.
         decode_s: CPU-seconds per sample for decoding, while all cores are busy.
         transform_s: CPU-seconds per sample for the transform, while all cores are busy.
-        alone: Samples/s of one process that has all cores for itself.
+        alone: Samples/s of one process on an otherwise idle node.
         bandwidth: Bytes/s from storage in large reads; None if the dataset is read from memory.
-        operations: Samples/s from storage, one read per sample (of a store: per chunk), many reads
-            at once; None if the dataset is read from memory.
-        wait_s: Seconds of one such read at a time; None if the dataset is read from memory.
+        operations: Samples/s from storage with many concurrent reads, one read per sample (of a
+            store: per chunk); None if the dataset is read from memory.
+        wait_s: Seconds that such a read takes without concurrent reads; None if the dataset is read
+            from memory.
         stored_s: Additional CPU-seconds per sample of the first read compared with later ones.
         kind: "packed", "files" (one file per sample) or "store" (chunks, which each rank unpacks).
-        chunk: Samples per chunk of a store.
-        decoded: Bytes of an unpacked sample.
+        chunk: Samples per chunk of a store; 1 for other kinds.
+        decoded: Bytes of a decoded sample.
         blocks: Whether a packed dataset is read in blocks.
     """
 
@@ -63,6 +64,7 @@ class Terms:
 
     @property
     def cpu_s(self) -> float:
+        """CPU-seconds per sample, while all cores are busy."""
         return self.read_s + self.decode_s + self.transform_s
 
     @property
@@ -80,7 +82,7 @@ class Rate:
         threads: Loader threads per rank.
         samples_s: Predicted samples/s.
         limit: Name of the limiting term.
-        terms: Samples/s that each term allows.
+        terms: Samples/s that each term allows, by name of the term.
     """
 
     ranks: int
@@ -96,8 +98,9 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
     Args:
         stored: Whether samples come from storage, as in the first epoch, or from memory.
     """
-    again = min(ranks, t.chunk)  # ranks that unpack the same chunk: its samples go to all ranks
-    cpu_s = t.cpu_s + (again - 1) * t.decode_s + (again * t.stored_s if stored else 0.0)
+    # The samples of a chunk go to different ranks, each of which decodes the whole chunk.
+    decodings = min(ranks, t.chunk)
+    cpu_s = t.cpu_s + (decodings - 1) * t.decode_s + (decodings * t.stored_s if stored else 0.0)
     wait_s = t.wait_s if stored and not t.blocks and t.wait_s is not None else 0.0
     found = {"processor": t.cores / cpu_s}
     if t.kind == "store":  # the library of the store reads for one thread at a time
@@ -112,12 +115,13 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
     limit = min(found, key=found.__getitem__)
     least = found[limit]
     others = {name: found[name] for name in ("processor", "threads") if name in found}
+    # The interpreter's rate never exceeds the processor's: it is the limit only if clearly lower.
     if limit == "interpreter" and least >= INTERPRETER_LIMIT_SHARE * min(others.values()):
         limit = min(others, key=others.__getitem__)
     if "operations" in found:
         jobs = ranks * (1 if t.kind == "store" else threads)
-        own = min(ranks * threads / cpu_s, ranks / _seconds_per_sample(t, ranks, cpu_s))
-        computing = min(found["processor"], own)
+        of_ranks = min(ranks * threads / cpu_s, ranks / _seconds_per_sample(t, ranks, cpu_s))
+        computing = min(found["processor"], of_ranks)
         reading = min(found["bandwidth"], found["operations"])
         if wait_s:
             reading = min(reading, jobs / wait_s)
@@ -128,8 +132,8 @@ def rate(t: Terms, ranks: int, threads: int, stored: bool) -> Rate:
 def overlapped_rate(computing: float, reading: float, jobs: int) -> float:
     """Return the samples/s of threads that each read a sample and then compute on it.
 
-    Model: a closed network of two queues (Gordon and Newell 1967). With many threads the result is
-    the minimum of both rates; if the rates are equal it is n / (n + 1) of them, for n threads.
+    Model: a closed network of two queues (Gordon and Newell 1967). With many threads the result
+    approaches the lower rate. With n threads and equal rates, it is n / (n + 1) times the rate.
 
     Args:
         computing: Samples/s of computing alone.
@@ -145,10 +149,13 @@ def overlapped_rate(computing: float, reading: float, jobs: int) -> float:
 def _seconds_per_sample(t: Terms, ranks: int, cpu_s: float) -> float:
     """Return the seconds per sample of one process with its share of the cores.
 
-    With more than one core, its threads wait for each other.
+    With more than one core, threads wait for a lock: ``Terms.alone`` is then a bound.
+
+    Args:
+        cpu_s: CPU-seconds per sample on this number of ranks.
     """
-    share = t.cores / ranks
-    return max(cpu_s / share, cpu_s / t.cpu_s / t.alone if share > 1 else 0.0)
+    cores = t.cores / ranks
+    return max(cpu_s / cores, cpu_s / t.cpu_s / t.alone if cores > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -167,9 +174,9 @@ class RateRemedy:
 
 
 def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[RateRemedy]:
-    """Return the remedies that raise the rate by a tenth or more, the best first.
+    """Return the remedies that raise the rate by MIN_REMEDY_FACTOR or more, the best first.
 
-    The gain of each is predicted without the others.
+    The rate with each remedy is predicted without the other remedies.
     """
     now = rate(t, ranks, threads, stored)
     found = [*_threads(t, now, stored), *_less_work(t, now, stored)]
@@ -180,7 +187,7 @@ def remedies(t: Terms, ranks: int, threads: int, stored: bool) -> list[RateRemed
 
 
 def _rate_with(t: Terms, now: Rate, stored: bool) -> float:
-    """Return the samples/s with other terms, on as many ranks and threads."""
+    """Return the samples/s with terms ``t``, on the ranks and threads of ``now``."""
     return rate(t, now.ranks, now.threads, stored).samples_s
 
 
@@ -188,8 +195,8 @@ def _threads(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
     if now.limit != "threads":
         return []
     others = min(value for name, value in now.terms.items() if name != "threads")
-    each = now.terms["threads"] / now.threads
-    wanted = min(max(math.ceil(others / each), now.threads + 1), MAX_THREADS)
+    per_thread = now.terms["threads"] / now.threads
+    wanted = min(max(math.ceil(others / per_thread), now.threads + 1), MAX_THREADS)
     after = rate(t, now.ranks, wanted, stored).samples_s
     return [RateRemedy("threads", after, f"Loader(num_workers={wanted}) instead of {now.threads}")]
 
@@ -206,11 +213,13 @@ def _storage(t: Terms, now: Rate) -> list[RateRemedy]:
     elif not t.blocks:
         sentence = "Loader(shuffle='blocks'): large reads instead of a sample at a time"
         found.append(RateRemedy("blocks", _rate_with(replace(t, blocks=True), now, True), sentence))
-    near = _rate_with(t, now, False)
-    sentence = (
-        "paceline stage to this host's memory or a fast disk; the first epoch is as the later"
-    )
-    return [*found, RateRemedy("stage", near, sentence)] if t.kind == "packed" else found
+    if t.kind == "packed":
+        sentence = (
+            "paceline stage to the node's memory or a fast disk: the first epoch is then as fast "
+            "as later ones"
+        )
+        found.append(RateRemedy("stage", _rate_with(t, now, False), sentence))
+    return found
 
 
 def _less_work(t: Terms, now: Rate, stored: bool) -> list[RateRemedy]:
@@ -241,22 +250,28 @@ def _faster(t: Terms, less_s: float) -> Terms:
     return replace(t, decode_s=t.decode_s - less_s, alone=alone)
 
 
-def max_hosts(t: Terms, ranks: int, threads: int) -> int | None:
-    """Return the smallest number of such nodes for which the shared storage is the limit.
+def nodes_until_storage_limit(t: Terms, ranks: int, threads: int) -> int | None:
+    """Return the smallest number of equal nodes for which their shared storage is the limit.
 
-    All nodes share one storage system. Return None if it never becomes the limit, or already is
-    with one node.
+    Return None if the storage was not measured, or is the limit with one node already.
+
+    Args:
+        ranks: Ranks on each node.
+        threads: Loader threads per rank.
     """
-    one = rate(t, ranks, threads, True)
-    shared = [one.terms[name] for name in ("bandwidth", "operations") if name in one.terms]
-    own = [value for name, value in one.terms.items() if name not in ("bandwidth", "operations")]
-    if not shared or min(shared) <= min(own):
+    one_node = rate(t, ranks, threads, True).terms
+    storage = [one_node[name] for name in ("bandwidth", "operations") if name in one_node]
+    of_node = [value for name, value in one_node.items() if name not in ("bandwidth", "operations")]
+    if not storage or min(storage) <= min(of_node):
         return None
-    return math.ceil(min(shared) / min(own))
+    return math.ceil(min(storage) / min(of_node))
 
 
 def striping(filesystem: str, shard_bytes: int) -> str | None:
-    """Return advice for a parallel file system, from its documentation; it was not tested."""
+    """Return advice for a parallel file system; None for others.
+
+    The advice is from the documentation of the file system, and not measured.
+    """
     if filesystem == "lustre":
         return (
             "on Lustre a shard lies on one server unless it is striped: lfs setstripe -c 4 -S 4M "
@@ -264,7 +279,7 @@ def striping(filesystem: str, shard_bytes: int) -> str | None:
         )
     if filesystem == "gpfs":
         return (
-            "GPFS reads whole blocks (mmlsfs shows their size): shards and blocks of several of "
-            "them are fast, samples of less by themselves are not"
+            "GPFS reads whole blocks (mmlsfs shows their size): reading shards, or several blocks "
+            "at once, is fast; reading single samples smaller than a block is slow"
         )
     return None

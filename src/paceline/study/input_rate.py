@@ -33,7 +33,15 @@ from ..data.sources import formats
 from ..data.sources.bounded_read import OPEN_FLAGS
 from ..data.sources.open_source import import_function
 from ..plurals import counted
-from ..predict.input_rate import Rate, RateRemedy, Terms, max_hosts, rate, remedies, striping
+from ..predict.input_rate import (
+    Rate,
+    RateRemedy,
+    Terms,
+    nodes_until_storage_limit,
+    rate,
+    remedies,
+    striping,
+)
 from ..security.processes import python_command
 from .probe.measure import page_cache
 from .probe.measure.storage import storage
@@ -557,7 +565,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     stripes = striping(filesystem, shard)
     notes += [stripes] if stripes else []
     fits = size_of(data) < free_memory()
-    over = max_hosts(terms, feed.ranks, feed.threads) if terms.stored else None
+    over = nodes_until_storage_limit(terms, feed.ranks, feed.threads) if terms.stored else None
     return Advice(feed, filesystem, terms, found, measured, proposed, fits, over, notes)
 
 
