@@ -1,6 +1,10 @@
-"""The library that solvers call (``native/``): a model file in Python, and flags of compilers."""
+"""Python interface to libpaceline.so (``native/``), the C library that runs exported models.
+
+It runs a model file as a solver does, and returns the compiler flags for programs that use it.
+"""
 
 import ctypes
+import os
 import shutil
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint, c_void_p
@@ -12,7 +16,10 @@ import torch
 NATIVE = Path(__file__).parent / "native"
 LIBRARY_PATH = NATIVE / "lib" / "libpaceline.so"
 LANGUAGES = ("c", "c++", "fortran", "prefix")
-CODES = {"float32": 1, "float64": 2}
+# Values of native/include/paceline.h, as the structures below are.
+DTYPE_CODES = {"float32": 1, "float64": 2}
+UNKNOWN_DTYPE = 0  # refused by the library, with an error message
+CHECK_FINITE, CONVERT = 1, 2  # flags of paceline_options
 
 
 class _Options(ctypes.Structure):
@@ -23,7 +30,7 @@ class _Tensor(ctypes.Structure):
     _fields_ = [
         ("data", c_void_p),
         ("dtype", c_int),
-        ("rank", c_int),
+        ("rank", c_int),  # number of dims
         ("shape", POINTER(c_int64)),
         ("strides", POINTER(c_int64)),
     ]
@@ -46,7 +53,8 @@ def library() -> ctypes.CDLL:
     """Load the library and declare its functions.
 
     Raises:
-        ValueError: It was not built, as there was no C compiler at the installation.
+        ValueError: The library can't be loaded, as it was not built: the installation found no C
+            compiler.
     """
     try:
         loaded = ctypes.CDLL(str(LIBRARY_PATH))
@@ -77,10 +85,15 @@ class NativeModel:
     """A loaded model file.
 
     Args:
-        library_path: Path of ONNX Runtime or libtorch, where the backend needs one.
+        path: File written by ``paceline export``.
+        check_finite: Whether each call checks inputs and outputs for NaN and infinity.
+        convert: Whether tensors of the other dtype are converted instead of refused.
+        threads: Threads of ONNX Runtime or libtorch; 0: one. The builtin backend uses one.
+        library_path: Path of ONNX Runtime or libtorch, for the backends that need it.
 
     Raises:
-        NativeModelError: The file can't be used; the message says why.
+        NativeModelError: The file can't be used; the message names the reason.
+        ValueError: The library can't be loaded.
     """
 
     def __init__(
@@ -93,12 +106,12 @@ class NativeModel:
         library_path: str = "",
     ) -> None:
         self._library, self._model = library(), c_void_p()
-        flags = (1 if check_finite else 0) | (2 if convert else 0)
-        place = library_path.encode() or None
-        options = _Options(ctypes.sizeof(_Options), flags, threads, place)
+        flags = (CHECK_FINITE if check_finite else 0) | (CONVERT if convert else 0)
+        runtime = os.fsencode(library_path) or None
+        options = _Options(ctypes.sizeof(_Options), flags, threads, runtime)
         self._check(
             self._library.paceline_load(
-                str(path).encode(), ctypes.byref(options), ctypes.byref(self._model)
+                os.fsencode(path), ctypes.byref(options), ctypes.byref(self._model)
             )
         )
 
@@ -110,20 +123,30 @@ class NativeModel:
 
     @property
     def backend(self) -> str:
+        """Name of the backend that runs the model."""
         return str(self._library.paceline_backend(self._model).decode())
 
     def describe(self) -> str:
-        """Return the manifest as JSON."""
+        """Return the manifest of the model file as JSON."""
         return str(self._library.paceline_describe(self._model).decode())
 
     def test(self) -> float:
-        """Run the test vectors; return the largest error relative to the largest output."""
+        """Run the file's test vectors, and return the largest error relative to the largest output.
+
+        Raises:
+            NativeModelError: The error exceeds the tolerance, or the model can't be run.
+        """
         error = c_double()
         self._check(self._library.paceline_test(self._model, ctypes.byref(error)))
         return error.value
 
     def measure(self, number: int, seconds: float) -> float:
-        """Return the median seconds of a call on the test vectors ``number``."""
+        """Return the median seconds of a call on test vectors.
+
+        Args:
+            number: Number of the test vectors in the file.
+            seconds: Approximate duration of the measurement.
+        """
         per_call = c_double()
         self._check(
             self._library.paceline_measure(self._model, number, seconds, ctypes.byref(per_call))
@@ -131,12 +154,18 @@ class NativeModel:
         return per_call.value
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Compute ``outputs``, tensors of any strides on the CPU, from ``inputs``."""
-        keep: list[object] = []
-        ins, outs = _tensors(inputs, keep), _tensors(outputs, keep)
+        """Compute ``outputs`` from ``inputs``. Tensors are on the CPU, with any strides.
+
+        Raises:
+            NativeModelError: Number, dtypes or shapes of the tensors do not fit the model.
+            ValueError: A tensor is not on the CPU.
+        """
+        alive: list[object] = []  # until the call has ended
+        ins, outs = _tensor_array(inputs, alive), _tensor_array(outputs, alive)
         self._check(self._library.paceline_run(self._model, ins, len(inputs), outs, len(outputs)))
 
     def close(self) -> None:
+        """Free the model. Later calls of ``run``, ``test`` and ``measure`` raise an error."""
         if self._model:
             self._library.paceline_free(self._model)
             self._model = c_void_p()
@@ -148,20 +177,27 @@ class NativeModel:
         self.close()
 
 
-def _tensors(tensors: Sequence[torch.Tensor], keep: list[object]) -> "ctypes.Array[_Tensor]":
-    made = (_Tensor * max(1, len(tensors)))()
-    for into, tensor in zip(made, tensors, strict=False):
+def _tensor_array(tensors: Sequence[torch.Tensor], alive: list[object]) -> "ctypes.Array[_Tensor]":
+    """Return the C structures of tensors; append to ``alive`` what their pointers refer to."""
+    array = (_Tensor * max(1, len(tensors)))()  # C has no arrays of length 0
+    for entry, tensor in zip(array, tensors, strict=False):
+        if tensor.device.type != "cpu":  # the library would read its address as one of host memory
+            raise ValueError(f"a tensor is on {tensor.device}, not on the CPU. HINT: tensor.cpu()")
         shape = (c_int64 * max(1, tensor.dim()))(*tensor.shape)
         strides = (c_int64 * max(1, tensor.dim()))(*tensor.stride())
-        keep += [shape, strides]
-        dtype = CODES.get(str(tensor.dtype).removeprefix("torch."), 0)
-        into.data, into.dtype, into.rank = tensor.data_ptr(), dtype, tensor.dim()
-        into.shape, into.strides = shape, strides
-    return made
+        alive += [shape, strides]
+        dtype = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."), UNKNOWN_DTYPE)
+        entry.data, entry.dtype, entry.rank = tensor.data_ptr(), dtype, tensor.dim()
+        entry.shape, entry.strides = shape, strides
+    return array
 
 
 def build_flags(language: str) -> str:
-    """Return the compiler's arguments; for Fortran with the source of the module.
+    """Return the compiler's arguments for a program that uses the library.
+
+    Args:
+        language: One of LANGUAGES. "fortran" includes the source file of the Fortran module;
+            "prefix" returns the folder of the library instead of arguments.
 
     Raises:
         ValueError: The language is unknown, or the library was not built.
@@ -185,9 +221,9 @@ def copy_runtime(folder: Path) -> None:
 
     Raises:
         ValueError: The folder exists, or the library was not built.
-        OSError: It can't be written.
+        OSError: The folder can't be written.
     """
-    build_flags("prefix")
+    build_flags("prefix")  # raises ValueError if the library was not built
     if folder.exists():
         raise ValueError(f"{folder} exists. HINT: choose a new folder")
     shutil.copytree(NATIVE, folder, ignore=shutil.ignore_patterns("__pycache__"))
