@@ -397,5 +397,5 @@ def test_second_rank_of_a_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(process_group, "uses_nccl", lambda group: True)
     store = torch.distributed.HashStore()
     process_group.check_own_gpu(device, 0, store)
-    with pytest.raises(ValueError, match=r"there is no GPU for local rank 64.*HINT"):
+    with pytest.raises(ValueError, match=r"local rank 64 has the same GPU.*HINT"):
         process_group.check_own_gpu(device, 64, store)

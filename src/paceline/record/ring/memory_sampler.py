@@ -13,6 +13,8 @@ from .recorder import Recorder
 from .states import Memory, State
 
 MEMORY_INTERVAL_NS = 1_000_000_000
+# Until the first sample of the device: a training may be shorter than the other interval.
+FIRST_DEVICE_INTERVAL_NS = 50_000_000
 UNLIMITED_BYTES = 1 << 60  # a larger limit of cgroup v1 means that there is none
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -22,25 +24,27 @@ class MemorySampler:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._due = 0
+        self._due = self._device_due = 0
         self._cgroups = [x for x in _control_groups() if _limit_and_usage(x)]
         self._device_fails = False
 
     def sample(self, at: int) -> None:
-        """Write one sample, if the last one is ``MEMORY_INTERVAL_NS`` old. at: now, in ns."""
-        if at < self._due:
-            return
-        self._due = at + MEMORY_INTERVAL_NS
-        try:
-            self._write(at, Memory.HOST, own_memory())
-            self._write(at, Memory.HOST_AVAILABLE, self._available())
-        except (OSError, ValueError, IndexError):
-            pass  # not Linux, or without /proc
-        if not self._device_fails:
+        """Write the samples that are due. at: now, in ns."""
+        if at >= self._due:
+            self._due = at + MEMORY_INTERVAL_NS
             try:
-                self._device(at)
+                self._write(at, Memory.HOST, own_memory())
+                self._write(at, Memory.HOST_AVAILABLE, self._available())
+            except (OSError, ValueError, IndexError):
+                pass  # not Linux, or without /proc
+        if at >= self._device_due and not self._device_fails:
+            try:
+                is_written = self._device(at)
             except Exception:  # a device that failed must not end the stack sampler
                 self._device_fails = True
+            else:
+                interval = MEMORY_INTERVAL_NS if is_written else FIRST_DEVICE_INTERVAL_NS
+                self._device_due = at + interval
 
     def _write(self, at: int, kind: Memory, count: int) -> None:
         self._recorder.event(State.MEMORY, at, at, amount=max(count, 0), peer=kind)
@@ -50,10 +54,11 @@ class MemorySampler:
         found += [left for folder in self._cgroups if (left := _left_in(folder)) is not None]
         return min(found)
 
-    def _device(self, at: int) -> None:
+    def _device(self, at: int) -> bool:
+        """Write the memory of the device of which this process uses most, if it uses any."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
-            return
+            return False
         devices = range(torch.cuda.device_count())
         used = [torch.cuda.memory_allocated(device) for device in devices]
         most = max(devices, key=used.__getitem__)
@@ -61,6 +66,7 @@ class MemorySampler:
             self._write(at, Memory.DEVICE, used[most])
             total = torch.cuda.get_device_properties(most).total_memory
             self._write(at, Memory.DEVICE_AVAILABLE, total - used[most])
+        return bool(used[most])
 
 
 def own_memory() -> int:
