@@ -227,3 +227,10 @@ def test_special_values_equal_eager(tmp_path, special):
         native.run([x, y], found)
     for a, b in zip(found, model(x, y), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_tensors_that_are_not_in_the_memory_of_the_host_are_refused(tmp_path):
+    path = tmp_path / "model.paceline"
+    export(models.mlp(), path, "x: float32[batch,6]")
+    with NativeModel(path) as native, pytest.raises(ValueError, match="on meta, not on the CPU"):
+        native.run([torch.zeros(2, 6, device="meta")], [torch.zeros(2, 1)])
