@@ -32,6 +32,11 @@ def watch(count, **options):
     return model
 
 
+@pytest.fixture(autouse=True)
+def no_models_of_other_tests():
+    out_of_memory.forget_models()
+
+
 @pytest.fixture
 def watched():
     yield watch(4)
