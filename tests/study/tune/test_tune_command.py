@@ -136,7 +136,7 @@ SLOW = """
 """
 SLOW_STUDY = """
 [study]
-command = "slow.py --x {x}"
+command = "slow_trial.py --x {x}"
 metric = "score"
 goal = "max"
 search = "random"
@@ -150,7 +150,7 @@ high = 1.0
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_runner_that_was_ended_is_continued(tmp_path, number):
-    ranks.write(tmp_path, SLOW, "slow.py")
+    ranks.write(tmp_path, SLOW, "slow_trial.py")
     (tmp_path / "study.toml").write_text(SLOW_STUDY)
     process = ranks.start([ranks.PACELINE, "tune", "study.toml"], cwd=tmp_path)
     reports = tmp_path / "study.trials/00002/attempt-1.reports"
@@ -160,7 +160,7 @@ def test_a_runner_that_was_ended_is_continued(tmp_path, number):
     assert f"process {process.pid} on" in refused.stderr
     os.kill(process.pid, number)
     assert process.wait(60) in (-9, 130)
-    ranks.wait_until(lambda: not ranks.alive("slow.py"), 10)
+    ranks.wait_until(lambda: not ranks.alive("slow_trial.py"), 10)
     study = json.loads(tune(tmp_path, "--continue", "--json").stdout)
     assert [one["state"] for one in study["trials"]] == ["complete"] * 6
     ends = [json.loads(path.read_text())["code"] for path in tmp_path.glob("study.trials/*/*.end")]
