@@ -125,13 +125,15 @@ def test_all_ranks_of_a_trial_have_its_parameters_and_pause_after_the_same_step(
 
 SLOW = """
     import argparse, time
+    from pathlib import Path
     import paceline
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--x", type=float)
     x = parser.parse_args().x
     for step in range(1, 5):
-        time.sleep(0.3)
+        while step > 1 and not Path(__file__).with_name("go-on").exists():
+            time.sleep(0.05)  # until the runner has been ended
         paceline.tune.report(x * step, step)
 """
 SLOW_STUDY = """
@@ -153,7 +155,7 @@ def test_a_runner_that_was_ended_is_continued(tmp_path, number):
     ranks.write(tmp_path, SLOW, "slow_trial.py")
     (tmp_path / "study.toml").write_text(SLOW_STUDY)
     process = ranks.start([ranks.PACELINE, "tune", "study.toml"], cwd=tmp_path)
-    reports = tmp_path / "study.trials/00002/attempt-1.reports"
+    reports = tmp_path / "study.trials/00001/attempt-1.reports"
     ranks.wait_until(reports.exists, 120)
     refused = tune(tmp_path, "--continue", check=False)
     assert refused.returncode == 2
@@ -161,6 +163,7 @@ def test_a_runner_that_was_ended_is_continued(tmp_path, number):
     os.kill(process.pid, number)
     assert process.wait(60) in (-9, 130)
     ranks.wait_until(lambda: not ranks.alive("slow_trial.py"), 10)
+    (tmp_path / "go-on").touch()
     study = json.loads(tune(tmp_path, "--continue", "--json").stdout)
     assert [one["state"] for one in study["trials"]] == ["complete"] * 6
     ends = [json.loads(path.read_text())["code"] for path in tmp_path.glob("study.trials/*/*.end")]
@@ -275,7 +278,7 @@ def test_what_is_missing_is_told(tmp_path, monkeypatch):
     (tmp_path / "study.toml").write_text(SLOW_STUDY)
     done = tune(tmp_path, check=False)
     assert done.returncode == 2
-    assert re.search(r"slow\.py does not exist", done.stderr)
+    assert re.search(r"slow_trial\.py does not exist", done.stderr)
     (tmp_path / "optuna.py").write_text("raise ImportError\n")
     code = "import sys; sys.path.insert(0, '.'); from paceline.cli import main; main()"
     words = [sys.executable, "-c", code, "tune", "study.toml"]
