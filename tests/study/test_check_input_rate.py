@@ -88,7 +88,7 @@ def test_slow_transform_is_reported_with_remedies(packed, tmp_path, monkeypatch)
 
 @pytest.mark.long
 def test_input_rate_of_hdf5_with_labels(tmp_path, monkeypatch):
-    monkeypatch.setattr(input_rate, "free_memory", lambda: 1000)  # as in a small control group
+    monkeypatch.setattr(input_rate, "memory_left", lambda: 1000)  # as in a small control group
     h5py = pytest.importorskip("h5py")
     x, y = sets.arrays(2000, (16, 16))
     with h5py.File(tmp_path / "tiles.h5", "w") as file:

@@ -16,6 +16,9 @@ import torch
 from . import state_tree
 from .sharded_tensor import Copies, copies_in_mesh, is_sharded
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 DIGEST_BYTES = 16
 _HASHED_BYTES = 1 << 16  # of larger tensors the digest has sums
 _ROW = 512  # 64-bit integers
@@ -66,9 +69,6 @@ def _add_dense(tensor: torch.Tensor, add: Callable[[bytes], None]) -> None:
         octets = octets[summed:]
     add(octets.cpu().numpy().tobytes())
 
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 PartPath = tuple[Any, ...]  # keys of a part in the tree, at most two: ("models", 0)
 ShardKey = tuple[PartPath, str]  # a part of the state, and which shard of which mesh

@@ -302,7 +302,7 @@ def scale(context: typer.Context, options: ScaleOptions) -> None:
 
 
 def _exit_interrupted(folder: Path, signal_number: int | None) -> NoReturn:
-    say(f"interrupted. HINT: paceline scale --continue {folder}")
+    say(f"interrupted. HINT: paceline scale --continue {folder}", lines=False)
     raise typer.Exit(128 + (signal_number or 2))
 
 
@@ -345,7 +345,7 @@ def _new_study(options: ScaleOptions) -> Path | None:
         jobs.submit_study(request, folder, of_jobs, options.jobs.dry_run)
         return None
     new_study(folder, request)
-    say(f"the study is in {folder}")
+    say(f"the study is in {folder}", lines=False)
     return folder
 
 
@@ -401,7 +401,7 @@ def _new_critical(options: ScaleOptions) -> Path:
     )
     folder = options.output or new_folder(script)
     new_critical(folder, request)
-    say(f"the measurement is in {folder}")
+    say(f"the measurement is in {folder}", lines=False)
     return folder
 
 

@@ -84,7 +84,7 @@ class TuningOutputs:
                 written.append(str(mistake))
         self._print(view)
         for line in written:
-            say(line)
+            say(line, lines=False)
 
     def _print(self, view: "TuningView") -> None:
         if self.json is not None:
@@ -213,7 +213,7 @@ def tune(
         files.finish(end.view, is_shown=False)
     if not end.is_complete:
         why = "interrupted" if received else "the time is over"
-        say(f"{why}. HINT: paceline tune {study} --continue")
+        say(f"{why}. HINT: paceline tune {study} --continue", lines=False)
         if received:
             raise typer.Exit(128 + received[0])
 

@@ -541,7 +541,7 @@ def request_handshake(when: RendezvousSpec) -> Handshake[None]:
     """Identify this rank to rank 0.
 
     Raises:
-        RefusedError: The other side is not rank 0 of the same job.
+        HandshakeError: The other side is not rank 0 of the same job.
     """
     knock = json.dumps({"tag": when.tag, "rank": when.rank}).encode() + b"\n"
     answer = yield HandshakeStep(send=knock, read=MAX_LINE_BYTES, line=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster.topology.local_resources import file_system_type, free_memory
+from ..cluster.topology.local_resources import file_system_type
 from ..data.format.shard_format import META_FILE
 from ..data.loading.batch import SamplePipeline, make_piece
 from ..data.loading.external_transforms import adapt_transform
@@ -42,6 +42,7 @@ from ..predict.input_rate import (
     remedies,
     striping,
 )
+from ..record.ring.memory_sampler import memory_left
 from ..security.processes import python_command
 from .probe.measure import page_cache
 from .probe.measure.storage import storage
@@ -564,7 +565,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     )
     stripes = striping(filesystem, shard)
     notes += [stripes] if stripes else []
-    fits = size_of(data) < free_memory()
+    fits = size_of(data) < memory_left()
     over = nodes_until_storage_limit(terms, feed.ranks, feed.threads) if terms.stored else None
     return Advice(feed, filesystem, terms, found, measured, proposed, fits, over, notes)
 

@@ -224,7 +224,7 @@ MAX_LISTED_PAIRS = 100
 
 @dataclass(frozen=True)
 class WaitPair:
-    """``rank`` waited for ``waited_for`` during ``share`` of its time."""
+    """The share of its time during which one rank waited for another one."""
 
     rank: int
     waited_for: int

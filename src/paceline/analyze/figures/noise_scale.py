@@ -60,7 +60,7 @@ def recorded_steps(
 
     Args:
         records: Those of all ranks.
-        shards: Indices of the records that train the same samples; None: each has its own samples.
+        shards: Indices of the records that train the same samples; None: all train other samples.
     """
     return sampled_steps([_sampled(record) for record in records], shards)
 

@@ -120,7 +120,7 @@ class RateWatch:
         return False
 
 
-# What changed when a run left the band of its reference
+# Changes in the steps around a divergence from the reference
 
 
 BEFORE, AFTER = 50, 10  # steps before the divergence and since it that are compared

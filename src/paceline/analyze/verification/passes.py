@@ -17,7 +17,7 @@ PLAIN_DATASETS = {"TensorDataset"}  # whose samples depend on their position onl
 Sample = int | tuple[int, ...]  # index in a dataset that all ranks share, or checksums of contents
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same, or an order to be random
-MIN_PERIOD = 3  # batches of an epoch, without which an order can't be told
+MIN_PERIOD = 3  # batches of an epoch; fewer do not show an order
 CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # samplers that leave out
 
 

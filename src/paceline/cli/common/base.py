@@ -41,9 +41,12 @@ def examples(*lines: tuple[str, str]) -> str:
     return "\n\n".join(["Examples:", *(f"{command:{width}}  {what}" for command, what in lines)])
 
 
-def say(text: str) -> None:
-    """Print a message on standard error."""
-    typer.echo(printable(f"paceline: {text}", lines=True), err=True)
+def say(text: str, lines: bool = True) -> None:
+    """Print a message on standard error.
+
+    lines: Whether its line breaks are printed. They are escaped in text of files and of paths.
+    """
+    typer.echo(printable(f"paceline: {text}", lines=lines), err=True)
 
 
 @contextlib.contextmanager

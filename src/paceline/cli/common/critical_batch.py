@@ -145,6 +145,7 @@ def measure(folder: Path, minutes: float | None, outputs: StudyOutputs) -> bool:
 def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
     """Judge a measurement, print it, and write its files. Raises ValueError."""
     from ...analyze.scaling.critical.judgement import judge
+    from ...report.numbers import finite
     from ...report.scaling import critical_report as report
     from ...report.terminal.draw import print_panel
 
@@ -157,7 +158,7 @@ def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
         data = report.critical_charts(stored, found)
         written.append(save(document_page(document, data), outputs.html))
     if outputs.json is not None:
-        print_json(report.critical_json(stored, found), outputs.json, indent=1)
+        print_json(finite(report.critical_json(stored, found)), outputs.json, indent=1)
     else:
         print_panel(lambda _: document)
     for line in written:

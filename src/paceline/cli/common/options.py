@@ -443,7 +443,7 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
 
     knobs, notes = settings_for_script(settings, script) if settings is not None else ({}, [])
     for note in notes:
-        say(note)
+        say(note, lines=False)
     kind = KNOBS["exchange"].value
     if exchange is not None:
         if kind is None or not kind.fits(exchange):

@@ -111,7 +111,7 @@ class ScriptCommand(Command):
         if self.name in STRICT:
             raise ValueError(text)
         if os.environ.get("RANK", "0") == "0":  # every rank is a paceline record
-            say(f"warning: {text}")
+            say(f"warning: {text}", lines=False)
 
 
 def _first_own(given: Sequence[str], options: dict[str, Any]) -> tuple[int, str]:

@@ -129,6 +129,7 @@ OUTPUTS = tuple(given.name for given in fields(StudyOutputs))  # parameters of t
 
 def print_comparison(found: "StudyComparison", json: Path | None, html: Path | None = None) -> None:
     """Print the comparison of two studies, or write it as JSON, and write its page."""
+    from ...report.numbers import finite
     from ...report.scaling import study_comparison as report
 
     document = report.comparison_document(found)
@@ -138,7 +139,7 @@ def print_comparison(found: "StudyComparison", json: Path | None, html: Path | N
         data = report.comparison_charts(found)
         typer.echo(save(document_page(document, data), html), err=json == STDOUT)
     if json is not None:
-        print_json(report.comparison_json(found), json, indent=1)
+        print_json(finite(report.comparison_json(found)), json, indent=1)
         return
     from ...report.terminal.draw import print_panel
 

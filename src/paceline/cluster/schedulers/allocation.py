@@ -1,4 +1,4 @@
-"""What a scheduler has allocated to this job: its hosts, and the end of its time limit."""
+"""The allocation of this job: its hosts, and the end of its time limit."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ...plurals import parse_ranges
 from ...record.ring.memory_sampler import available_memory, memory_limits
-from ...security.overlay import is_inside, mounts
 
 IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
 
@@ -37,6 +36,8 @@ def free_memory() -> int:
 
 def file_system_type(path: Path) -> str:
     """Return the type of the file system of a path as the kernel lists it; "" if unknown."""
+    from ...security.overlay import is_inside, mounts  # not needed to start a job
+
     real, nearest, kind = os.path.realpath(path), "", ""
     with contextlib.suppress(OSError):
         for mount, _, description in mounts():

@@ -189,7 +189,7 @@ class HostFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The known numbers of its parts, by what they are called in messages."""
+        """Number of sockets, cores and other parts of the node, as far as known, by name."""
         known = {
             "sockets": self.sockets,
             "cores": self.cores,

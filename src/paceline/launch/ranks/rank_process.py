@@ -120,9 +120,7 @@ def run_forked(start: RankStart) -> NoReturn:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _unshare_state(openmp_threads(os.environ))
     faulthandler.enable()
-    # a trial may take less time than a whole end
-    short = ShortEnd() if trial_reports.VARIABLE in os.environ else None
-    finish(execute(command), short)
+    finish(execute(command), ShortEnd() if may_be_short() else None)
 
 
 def exec_fresh(start: RankStart) -> NoReturn:
@@ -356,6 +354,11 @@ def finish(code: int, short: "ShortEnd | None" = None) -> NoReturn:
         os._exit(code)
     ctypes.pythonapi.Py_Exit(ctypes.c_int(code))
     raise AssertionError("unreachable")
+
+
+def may_be_short() -> bool:
+    """Return whether this rank is one of a trial, which may take less time than a whole end."""
+    return trial_reports.VARIABLE in os.environ
 
 
 class ShortEnd:

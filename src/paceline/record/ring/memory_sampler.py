@@ -6,6 +6,7 @@ Host memory is the resident memory that no file backs: pages of mapped datasets 
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ class MemorySampler:
         self._recorder.event(State.MEMORY, at, at, amount=max(count, 0), peer=kind)
 
     def _available(self) -> int:
-        found = [available_memory()]
-        found += [left for folder in self._cgroups if (left := _left_in(folder)) is not None]
-        return min(found)
+        return memory_left(self._cgroups)
 
     def _device(self, at: int) -> bool:
         """Write the memory of the device of which this process uses most, if it uses any."""
@@ -81,6 +80,16 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ValueError("/proc/meminfo has no MemAvailable")
+
+
+def memory_left(cgroups: Sequence[Path] | None = None) -> int:
+    """Return the bytes that the job may still use on this node, with what its page cache takes.
+
+    cgroups: Folders of control groups; None: those of this process.
+    """
+    folders = _control_groups() if cgroups is None else cgroups
+    left = [room for folder in folders if (room := _left_in(folder)) is not None]
+    return min([available_memory(), *left])
 
 
 def memory_limits() -> list[tuple[int, int]]:

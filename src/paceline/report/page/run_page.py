@@ -67,7 +67,10 @@ def single(examined: RunAnalysis) -> str:
 def series(examined: RunAnalysis) -> dict[str, Any]:
     """Return all data that charts.js draws."""
     report, m = examined.report, examined.measured
-    found: dict[str, Any] = {"longer": {s: f"it {LATE_BECAUSE[s]}" for s in STATES}}
+    longer = {s: f"it {LATE_BECAUSE[s]}" for s in STATES}
+    longer["input"] = "it waited longer for its batch"
+    longer["transfer"] = "its previous collective took longer"
+    found: dict[str, Any] = {"longer": longer}
     if report.roofline is not None:
         found["roofline"] = roofline_chart(report.roofline.roofs, report.roofline.points)
     if report.states:

@@ -359,7 +359,7 @@ class GradientExchange:
                 if hooked.is_sparse:
                     self._submit_sparse(hooked, grad)
                     continue
-            # .data has its own version counter, which tells changes by the script apart.
+            # The version counter of .data shows whether the script has changed the gradient.
             data = grad.data
             tensor, context = compress(packed(data))
             gradients.append(_SentGradient(hooked, grad, data, hooked.version, tensor, context))
