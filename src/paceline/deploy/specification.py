@@ -205,7 +205,9 @@ def normalisation(
     size = spec.shape[axis] if len(spec.shape) > 1 else None
     pair = []
     for name, given, default in (("mean", values.mean, 0.0), ("std", values.std, 1.0)):
-        numbers = [default] if given is None else given if isinstance(given, list) else [given]
+        numbers = (
+            [default] if given is None else given if isinstance(given, list | tuple) else [given]
+        )
         if len(numbers) not in (1, size) or not all(map(math.isfinite, numbers)):
             raise ValueError(
                 f"{kind} {spec.name}: {name} has {len(numbers)} numbers, which must be finite; "
